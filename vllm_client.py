@@ -4,13 +4,13 @@ Completions come from the server, and weights go to it.
 """
 
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from itertools import count
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from server.messages import (
     UpdateRequest,
     api_token,
 )  # fmt: skip
-from weights.group import Meeting
+from weights.group import Meeting, address_towards
 
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 ANSWER_TIMEOUT_S = 10.0  # for one that a living server answers at once, on the busiest host
@@ -131,7 +131,6 @@ class Server:
         self.num_losses = 0
         self.retry_s = 0.0  # when a lost server may be tried again, on the monotonic clock
         self.in_flight = 0  # groups
-        self.idle_since_s = time.monotonic()  # if none are in flight
         self.paused_s = 0.0  # for how long the last update stopped sampling
         self.connection: Any = None  # by which the server is this trainer's, while it is open
 
@@ -270,6 +269,7 @@ class Server:
         self.disconnect()
         self.connection = reply, lines  # whose end would close the reply
         if trainer:
+            self.address = address_towards(urlsplit(self.url).hostname)
             self.version = -1
             self.state = State.WAITING
 

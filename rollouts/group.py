@@ -63,11 +63,11 @@ class Completion:
     def __post_init__(self) -> None:
         if isinstance(self.weight_versions, int):
             self.weight_versions = [self.weight_versions] * len(self.token_ids)
-        self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
+        self.token_ids = as_tokens(self.token_ids)
         self.sampler_logprobs = torch.as_tensor(self.sampler_logprobs, dtype=torch.float32)
-        self.weight_versions = torch.as_tensor(self.weight_versions, dtype=torch.int64)
+        self.weight_versions = as_tokens(self.weight_versions)
         if self.prompt_ids is not None:
-            self.prompt_ids = torch.as_tensor(self.prompt_ids, dtype=torch.int64)
+            self.prompt_ids = as_tokens(self.prompt_ids)
 
         counts = [len(self.token_ids), len(self.sampler_logprobs), len(self.weight_versions)]
         if len(set(counts)) > 1 or counts[0] == 0:
@@ -83,7 +83,7 @@ class Completion:
 
     def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
         """Join this turn, the environment's answer and the next turn."""
-        between = torch.as_tensor(environment_ids, dtype=torch.int64)
+        between = as_tokens(environment_ids)
         before_reply = torch.cat([self.token_ids, between])
         # None stands for the group's prompt, which is not known here: nothing can be compared.
         if self.prompt_ids is not None and reply.prompt_ids is not None:
@@ -156,20 +156,19 @@ class Group:
             ValueError: a rollout has no segment.
         """
         # Of each rollout: segments, tokens, tokens that a policy sampled, policies (ascending).
-        self.completions = []
         self.segments: list[list[Completion]] = []
         self.lengths: list[int] = []
         self.num_sampled: list[int] = []
         self.versions: list[list[int]] = []
         self.num_tokens = 0  # of all segments with their prompts, as if nothing were shared
 
+        self.completions = []
         own_prompt = as_tokens(self.prompt.token_ids)
-        all_segments: list[Completion] = []
         pairs_of_rollouts = []
+        logprobs: list[Tensor] = []
+        versions: list[Tensor] = []
         for rollout in rollouts:
-            if isinstance(rollout, Completion):
-                rollout = [rollout]
-            segments = list(rollout)
+            segments = [rollout] if isinstance(rollout, Completion) else list(rollout)
             if not segments:
                 raise ValueError("a rollout without a completion")
             info: dict[str, Any] = {}
@@ -179,14 +178,15 @@ class Group:
                 prompt_ids = own_prompt if segment.prompt_ids is None else segment.prompt_ids
                 pairs.append((prompt_ids, segment.token_ids))
                 self.num_tokens += len(prompt_ids) + len(segment.token_ids)
+                logprobs.append(segment.sampler_logprobs)
             pairs_of_rollouts.append(pairs)
-            all_segments += segments
 
-            versions = torch.cat([segment.weight_versions for segment in segments])
-            sampled = versions[versions != ENVIRONMENT]
+            of_rollout = torch.cat([segment.weight_versions for segment in segments])
+            sampled = of_rollout[of_rollout != ENVIRONMENT]
+            versions.append(of_rollout)
             self.completions.append(replace(segments[-1], info=info))
             self.segments.append(segments)
-            self.lengths.append(len(versions))
+            self.lengths.append(len(of_rollout))
             self.num_sampled.append(len(sampled))
             self.versions.append(sampled.unique().tolist())
 
@@ -194,8 +194,8 @@ class Group:
         numbers = torch.arange(len(self.lengths))
         self.tokens = TokenColumns(
             completion=numbers.repeat_interleave(torch.tensor(self.lengths)),
-            sampler_logprobs=torch.cat([segment.sampler_logprobs for segment in all_segments]),
-            weight_versions=torch.cat([segment.weight_versions for segment in all_segments]),
+            sampler_logprobs=torch.cat(logprobs),
+            weight_versions=torch.cat(versions),
         )
 
     @property
@@ -217,9 +217,9 @@ class RolloutFailed(UserError):
     """A group got no completions, and its servers are not to blame; the message says why."""
 
 
-def version_spans(weight_versions: Tensor) -> list[tuple[int, int, int]]:
+def version_spans(weight_versions: Tensor) -> list[tuple[int, ...]]:
     """The runs of tokens that one policy sampled: (version, start, end), of versions [n]."""
     versions, sizes = weight_versions.unique_consecutive(return_counts=True)
     ends = sizes.cumsum(0)
-    runs = torch.stack([versions, ends - sizes, ends], dim=1).tolist()
-    return [(version, start, end) for version, start, end in runs if version != ENVIRONMENT]
+    runs = torch.stack([versions, ends - sizes, ends], dim=1)
+    return [tuple(run) for run in runs[versions != ENVIRONMENT].tolist()]

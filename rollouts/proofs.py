@@ -23,15 +23,6 @@ MISMATCH = (
 
 
 @dataclass
-class Probe:
-    """A server's answer to a fixed prompt, to compare with the policy."""
-
-    url: str
-    completions: list[Completion]  # empty where it did not answer
-    failure: str = ""  # why it cannot be used
-
-
-@dataclass
 class Proofs:
     """Compares servers with one version of the policy.
 
@@ -74,24 +65,33 @@ class Proofs:
 
         # LoRA's dropout would differ from the server, and move the random state of the step.
         self.policy.eval()
-        for probe in probes:  # every rank takes part in every forward
-            if probe.completions and not probe.failure:
-                probe.failure = self._difference(probe.completions)
+        failures = []
+        faults = []
+        for url, completions, failure in probes:  # every rank takes part in every forward
+            if completions:
+                failure = self._difference(completions)
+            failures.append(failure)
+            if failure:
+                faults.append(f"{url}: {failure}")
         self.policy.train()
 
-        faults = [f"{probe.url}: {probe.failure}" for probe in probes if probe.failure]
         if is_first and faults:
             raise ServerError("; ".join(faults))
-        for server, probe in zip(servers, probes[: len(servers)], strict=True):
-            if probe.failure:
-                self.pool.lose(server, probe.failure)
+        for server, failure in zip(servers, failures, strict=False):  # other ranks have no servers
+            if failure:
+                self.pool.lose(server, failure)
             elif server.state is State.WAITING and server.version == self.version:
                 self.pool.admit(server)  # one that was lost meanwhile may be back without weights
 
-    def _probe(self, server: Server) -> Probe:
-        """Ask for two short completions under the weights that were sent."""
+    def _probe(self, server: Server) -> tuple[str, list[Completion], str]:
+        """Ask for two short completions under the weights that were sent.
+
+        Returns:
+            The server's address; the completions, none where it did not answer; and why it cannot
+            be used, if that is known without them.
+        """
         if server.version != self.version:  # in the first sync
-            return Probe(server.url, [], f"took no weights: {server.why_out}")
+            return server.url, [], f"took no weights: {server.why_out}"
         sampling: dict[str, Any] = {
             "n": 2,
             "max_tokens": min(16, self.config.max_completion_len),
@@ -105,11 +105,11 @@ class Proofs:
             )  # fmt: skip
         except ServerError as error:
             # Those who ask it for groups notice, too, that it is lost; else it is busy.
-            return Probe(server.url, [], "" if is_serving else str(error))
+            return server.url, [], "" if is_serving else str(error)
         for completion in completions:
             if not completion.weight_versions.eq(self.version).all():
-                return Probe(server.url, completions, "answers with other weights than it was sent")
-        return Probe(server.url, completions)
+                return server.url, [], "answers with other weights than it was sent"
+        return server.url, completions, ""
 
     def _difference(self, completions: list[Completion]) -> str:
         """The message where log-probs differ from the policy's, else "".

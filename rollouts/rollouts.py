@@ -106,10 +106,7 @@ class Rollouts:
         num_batches = config.num_epochs * len(run.prompts) / config.batch_size
         num_steps = config.max_steps or run.num_steps or math.ceil(num_batches)
         if before["step"] >= num_steps:
-            print(
-                f"all {num_steps} steps are done: raise max_steps or num_epochs to go on",
-                flush=True,
-            )
+            print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on")
         self.order = Order(run.prompts, before["history"], config)
         prompts = {prompt.index: prompt for prompt in run.prompts}
         waiting = [Group(prompts[index], id=number) for number, index in before["open"]]
@@ -172,22 +169,22 @@ class Rollouts:
         A look takes a second at most. Between two of them all ranks send the policy to servers that
         came back.
         """
+
+        def next_word() -> Word:
+            with self.noting_failure():
+                while not self.stop.is_set() and not self.failure:
+                    if self.pool.returned:
+                        return Word.RESYNC
+                    word = look()
+                    if word:
+                        return word
+            return Word.STOP
+
         while True:
-            word = call_on_main(partial(self._next_word, look))
+            word = call_on_main(next_word)
             if word is not Word.RESYNC:
                 return word
             self.proofs.prove(self._send(only_returned=True))
-
-    def _next_word(self, look: Callable[[], Word | None]) -> Word:
-        """Look until there is a word for all ranks. On rank 0."""
-        with self.noting_failure():
-            while not self.stop.is_set() and not self.failure:
-                if self.pool.returned:
-                    return Word.RESYNC
-                word = look()
-                if word:
-                    return word
-        return Word.STOP
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -255,10 +252,7 @@ class Rollouts:
             return {}, {}
 
         metrics: dict[str, float] = {}
-        with (
-            timed("time/eval_s", metrics),
-            closing(Round(self.run, config)) as under_way,
-        ):
+        with timed("time/eval_s", metrics), closing(Round(self.run, config)) as under_way:
             word = self._wait(lambda: Word.EVALUATED if under_way.is_complete() else None)
 
         self._restart_clocks()

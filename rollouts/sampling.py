@@ -28,13 +28,15 @@ def sampling_params(config: TrainConfig) -> dict[str, Any]:
 def sample_group(
     group: Group, pool: ServerPool, processor: Any, config: TrainConfig, **instead: Any
 ) -> None:
-    """Fill in a group's completions, all from one server.
+    """Fill in a group's completions, all from one server, by one request or `rollout_fn`.
 
     `instead` are parameters of vLLM in place of the config's.
 
     Raises:
         UserError: an image cannot be read.
-        RolloutFailed, ServerError: as `on_one_server`; or `rollout_fn` fails.
+        RolloutFailed: as `on_one_server`; or `rollout_fn` failed, or returned what is no completion
+            under this policy.
+        ServerError: as `on_one_server`.
     """
     if group.prompt.sources:
         group.prompt = with_images(group.prompt, processor, config)
@@ -42,7 +44,26 @@ def sample_group(
     if config.max_staleness == 0 and not config.rollout_fn:
         sampling.setdefault("seed", group_seed(group, sampling["n"], config))
 
-    on_one_server(group, pool, lambda server: sample_on(server, group, pool, sampling, config))
+    def ask(server: Server) -> None:
+        group.started_version = server.version
+        group.started_s = time.monotonic()
+        group.server = server.number
+        if config.rollout_fn:
+            fill_by_rollout_fn(group, server, sampling, config)
+        else:
+            group.fill(server.generate(group.prompt.token_ids, sampling, group.prompt.images))
+
+        if group.oldest_version == FOREIGN:
+            error = ServerLost("it sampled with weights of its own: was it restarted?")
+            pool.lose(server, error)
+            raise error
+        if group.oldest_version < group.started_version:  # it could train beyond max_staleness
+            raise RolloutFailed(
+                f"{group.prompt.where}: a completion has tokens of policy {group.oldest_version}, "
+                f"and was asked for under {group.started_version}"
+            )
+
+    on_one_server(group, pool, ask)
     group.sampled_s = time.monotonic()
 
 
@@ -53,35 +74,6 @@ def group_seed(group: Group, num_generations: int, config: TrainConfig) -> int:
     least `num_generations` apart (twice that, in fact), and those of two runs 2^40.
     """
     return ((config.seed << 40) + group.id * 2 * num_generations) % 2**63
-
-
-def sample_on(
-    server: Server, group: Group, pool: ServerPool, sampling: dict[str, Any], config: TrainConfig
-) -> None:
-    """Sample a group on this server, by one request or `rollout_fn`.
-
-    Raises:
-        ServerLost: another server may do it.
-        ServerError, UserError: no server would.
-        RolloutFailed: `rollout_fn` returned what is no completion under this policy.
-    """
-    group.started_version = server.version
-    group.started_s = time.monotonic()
-    group.server = server.number
-    if config.rollout_fn:
-        fill_by_rollout_fn(group, server, sampling, config)
-    else:
-        group.fill(server.generate(group.prompt.token_ids, sampling, group.prompt.images))
-
-    if group.oldest_version == FOREIGN:
-        error = ServerLost("it sampled with weights of its own: was it restarted?")
-        pool.lose(server, error)
-        raise error
-    if group.oldest_version < group.started_version:  # it could train beyond max_staleness
-        raise RolloutFailed(
-            f"{group.prompt.where}: a completion has tokens of policy {group.oldest_version}, and "
-            f"was asked for under {group.started_version}"
-        )
 
 
 def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> Any:

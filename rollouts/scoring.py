@@ -9,12 +9,11 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,14 +57,14 @@ def signatures(function: Any) -> list[inspect.Signature]:
     return [inspect.signature(called) for called in getattr(function, "functions", [function])]
 
 
-def required(function: Any) -> list[str]:
+def required(function: Any) -> set[str]:
     """The parameters without which a reward cannot be called."""
-    names = []
+    names = set()
     for signature in signatures(function):
         for name, parameter in signature.parameters.items():
             is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if parameter.default is parameter.empty and not is_open:
-                names.append(name)
+                names.add(name)
     return names
 
 
@@ -100,13 +99,12 @@ def spoken(
     def is_kept(token_id: int) -> bool:
         return token_id in kept or tokenizer.decode([token_id]) in kept
 
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    text_ids = [each for each in token_ids if each not in ends or is_kept(each)]
     last = token_ids[-1:]
     is_special = tokenizer.decode(last) != tokenizer.decode(last, skip_special_tokens=True)
-    if is_ended and is_special and text_ids[-1:] == last and not is_kept(last[0]):
-        text_ids.pop()  # the end of a turn, which not every tokenizer names
-    return tokenizer.decode(text_ids)
+    if is_ended and is_special and not is_kept(last[0]):
+        token_ids = token_ids[:-1]  # the end of a turn, which not every tokenizer names
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    return tokenizer.decode([each for each in token_ids if each not in ends or is_kept(each)])
 
 
 def mean(values: list[float]) -> float:
@@ -131,9 +129,8 @@ def weighted(rewards: Tensor, config: TrainConfig) -> list[float]:
     """The weighted sum of each completion's rewards, NaN without any."""
     if config.reward_weights:
         rewards = rewards * rewards.new_tensor(config.reward_weights)
-    sums = rewards.nansum(dim=1)
-    sums[rewards.isnan().all(dim=1)] = math.nan
-    return sums.tolist()
+    has_none = rewards.isnan().all(dim=1)
+    return rewards.nansum(dim=1).masked_fill(has_none, math.nan).tolist()
 
 
 class Failures:
@@ -178,7 +175,7 @@ class Failures:
             self._num_failed[row] += 1
             num_failed = self._num_failed[row]
         if num_failed == 1:
-            print(f"{message} (counted in {self.kind}_failed, all in {self.path})", flush=True)
+            print(f"{message} (counted in {self.kind}_failed, all in {self.path})")
         if num_failed == self._row_size:
             raise UserError(
                 f"{message}; so did {num_failed} calls in a row, see {self.path}; mend the cause, "
@@ -198,25 +195,17 @@ class Scorer:
         self.failures = Failures("rewards", config)
         self._calls = CallPool(config.reward_workers)
         self.close = self._calls.close
-        self._say_once = cache(partial(print, flush=True))
+        self._say_once = cache(print)
 
     def score(self, group: Group) -> None:
         """Fill in a group's texts and rewards.
+
+        The functions get the texts, columns of the data set, and columns of the rollouts' `info`.
 
         Raises:
             UserError: a reward is no finite number, or a function keeps failing.
         """
         group.texts = decoded(group, self.tokenizer, self.config)
-        columns = self._columns(group)
-        by_function = [
-            self._call(function, columns, group) for function in self.config.reward_funcs
-        ]
-        group.rewards = torch.from_numpy(np.stack(by_function, axis=1))
-        group.reward = weighted(group.rewards, self.config)
-        group.scored_s = time.monotonic()
-
-    def _columns(self, group: Group) -> dict[str, list[Any]]:
-        """The arguments of a group's rewards: itself, dataset columns, and columns of `info`."""
         columns = {
             "completions": group.texts,
             "completion_ids": [completion.token_ids.tolist() for completion in group.completions],
@@ -224,15 +213,19 @@ class Scorer:
         for name, value in {"prompts": group.prompt.content, **group.prompt.columns}.items():
             # Copies, so that a reward which changes one leaves the others alone.
             columns[name] = [copy.deepcopy(value) for _ in group.completions]
-
         infos = [completion.info for completion in group.completions]
         for name in dict.fromkeys(itertools.chain.from_iterable(infos)):
             if name in columns:
                 raise UserError(f"rollout_fn on {group.prompt.where}: info has the column {name}")
             columns[name] = [info.get(name) for info in infos]
-        return columns
 
-    def _call(self, function: Any, columns: dict[str, Any], group: Group) -> np.ndarray:
+        functions = self.config.reward_funcs
+        rewards = [self._call(function, columns, group) for function in functions]
+        group.rewards = torch.tensor(rewards, dtype=torch.float64).T
+        group.reward = weighted(group.rewards, self.config)
+        group.scored_s = time.monotonic()
+
+    def _call(self, function: Any, columns: dict[str, Any], group: Group) -> list[float]:
         """A function's rewards, one per completion, NaN for None.
 
         `failed_reward` after a failed call; None for columns that no `info` has.
@@ -263,6 +256,7 @@ class Scorer:
             is_usable = all(abs(number) < LARGEST for number in given)  # finite, and not NaN
             if len(values) != num or not is_usable:
                 raise ValueError(f"it returned {values!r:.500}")
-            rewards = np.full(num, math.nan)
-            rewards[[value is not None for value in values]] = given
+        rewards = []
+        for value in values:
+            rewards.append(math.nan if value is None else value.__float__())
         return rewards

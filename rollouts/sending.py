@@ -85,7 +85,7 @@ class Sender:
             self._meetings[server] = replace(meeting, first_rank=rank)
             rank += len(server.about.gpus)
         names = ", ".join(server.url for server in servers)
-        print(f"weights go to {names} over {backend}", flush=True)
+        print(f"weights go to {names} over {backend}")
         return partial(WeightGroup, meeting, 0, self._device, store)
 
     def send(self, tensors: dict[str, Tensor]) -> None:
@@ -93,7 +93,7 @@ class Sender:
 
         Each call waits until those of the last one have gone off. After an error it does nothing.
         """
-        self._error = self._error or self._failure()
+        self._wait()
         self._is_whole = not tensors
         if self._error or not self._replies:
             return
@@ -102,18 +102,18 @@ class Sender:
         entries, buffer = packed(tensors, self._device, widest)
         self._sending = self._threads.submit(self._group.result().send, entries, buffer)
 
-    def _failure(self) -> BaseException | None:
-        """Wait for what is on its way; returns why the update breaks off, if it does."""
-        while self._replies:
+    def _wait(self) -> None:
+        """Wait for what is on its way; note the error by which the update breaks off, if any."""
+        while self._replies and not self._error:
             for work in (*self._replies.values(), self._sending):
-                if work.done() and work.exception():
-                    return work.exception()
+                if work.done():
+                    self._error = self._error or work.exception()
             if self._sending.done():
-                return None
+                return
             if time.monotonic() > self._ends_s:
-                return TimeoutError(f"it took longer than sync_timeout, {self._timeout_s:.0f} s")
+                late = TimeoutError(f"it took longer than sync_timeout, {self._timeout_s:.0f} s")
+                self._error = self._error or late
             time.sleep(POLL_S)
-        return None
 
     def end(self) -> dict[Server, BaseException | None]:
         """Wait until servers sample from the update; one that is not whole is given up.
@@ -122,14 +122,12 @@ class Sender:
             None for each server that has it, else the reason: UpdateBroken for a server that is
             well, and takes the next one.
         """
-        self._error = self._error or self._failure()
+        self._wait()
         if not self._is_whole:
             self._error = self._error or RuntimeError("the trainer has no more of it")
         if self._error:
-            print(f"an update broke off: {self._error}", flush=True)
+            print(f"an update broke off: {self._error}")
             self.leave()  # or those that are well would wait for this member
-        else:
-            wait(self._replies.values(), self._ends_s + ANSWER_TIMEOUT_S - time.monotonic())
         servers = list(self._replies)
         found = list(self._threads.map(self._failure_of, servers))
         failures = dict(zip(servers, found, strict=True))
@@ -143,28 +141,34 @@ class Sender:
         return failures
 
     def _failure_of(self, server: Server) -> BaseException | None:
-        """Why a server has not the update; one that may still come is asked to give it up."""
+        """Wait until a server has the update, or, where that broke off, has given it up.
+
+        Returns:
+            Why it has not the update.
+        """
         reply = self._replies[server]
-        if not self._error and not reply.done():
-            return ServerLost("it took longer than sync_timeout to load the last weights")
         try:
+            if not self._error:
+                return reply.exception(self._ends_s + ANSWER_TIMEOUT_S - time.monotonic())
             while not reply.done():
                 server.give_up_update()
                 wait([reply], 1)  # or what it should give up is still on its way
+        except TimeoutError:
+            return ServerLost("it took longer than sync_timeout to load the last weights")
         except ServerError as lost:
             return lost
-        if self._error and isinstance(reply.exception(), UpdateBroken):
+        if isinstance(reply.exception(), UpdateBroken):
             return UpdateBroken(f"an update broke off: {self._error}")
         return reply.exception()
 
     def leave(self) -> None:
         """Leave the group: members that wait for this one get an error."""
+
+        def close(group: Future[WeightGroup]) -> None:
+            if not group.exception():
+                group.result().close()
+
         if self._group:
-            self._group.add_done_callback(_close)
+            self._group.add_done_callback(close)
         self._group = None
         self._connections = []
-
-
-def _close(group: Future[WeightGroup]) -> None:
-    if not group.exception():
-        group.result().close()

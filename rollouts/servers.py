@@ -28,7 +28,6 @@ from vllm_client import (
     State,
     UpdateBroken,
 )  # fmt: skip
-from weights.group import address_towards
 from weights.publish import buckets
 
 PROBE_S = 1.0  # between questions to a lost server, doubled at each of its losses
@@ -93,8 +92,9 @@ class ServerPool:
         self._sender: Any = None  # of updates, once it is connected
 
         self._all_lost_s = math.inf  # when the last server was lost
-        self._idle_s = 0.0  # without groups in flight, since it was asked for, all servers together
-        self._say_once = cache(partial(print, flush=True))  # what is tried again and again
+        self._idle_s = 0.0  # of a mean server, without groups in flight, since it was asked for
+        self._counted_s = time.monotonic()  # until when it is counted
+        self._say_once = cache(print)  # what is tried again and again
 
     @property
     def serving(self) -> list[Server]:
@@ -151,13 +151,9 @@ class ServerPool:
             ServerError: one refuses.
         """
         self._sender = Sender(device, gpus, self.config.sync_timeout, self._control)
-        list(self._control.map(self._connect, self.servers))  # raises the first error
+        # Raises the first error.
+        list(self._control.map(lambda server: server.connect(TRAINER), self.servers))
         threading.Thread(target=self._watch, daemon=True).start()
-
-    def _connect(self, server: Server) -> None:
-        """Take a server for this trainer; it waits for the weights then."""
-        server.address = address_towards(urlsplit(server.url).hostname)
-        server.connect(TRAINER)
 
     def _check(self, server: Server) -> None:
         """Refuse a server of another kind than the run needs, and its other servers are.
@@ -206,7 +202,7 @@ class ServerPool:
 
     @contextmanager
     def lease(self) -> Iterator[Server]:
-        """The server with the fewest groups in flight, for one group.
+        """The server with the fewest groups in flight, once it has room, for one group.
 
         All turns of the group go to this server, which caches them.
 
@@ -214,39 +210,31 @@ class ServerPool:
             ServerError: the run has ended, or no server came back in time.
         """
         with self._slots:
-            server = self._wait_for_slot()
-            self._count_idle(server)
+            while True:
+                server = min(self.serving, key=lambda server: server.in_flight, default=None)
+                if server and server.in_flight < self._limit:
+                    break
+                if self._is_closed.is_set():
+                    raise ServerError("the run has ended")
+                if not self.servers:
+                    raise ServerError("vllm_urls names no server, and a group asks for one")
+                gives_up_s = self._all_lost_s + self.config.server_timeout
+                if not self.returned and time.monotonic() > gives_up_s:
+                    why = "; ".join(server.why_out for server in self.servers)
+                    raise ServerError(
+                        f"no rollout server is left: {why}; "
+                        "start one, and go on with --resume_from_checkpoint auto"
+                    )
+                self._slots.wait(10)
+            self._count_idle()
             server.in_flight += 1
         try:
             yield server
         finally:
             with self._slots:
+                self._count_idle()
                 server.in_flight -= 1
-                server.idle_since_s = time.monotonic()
                 self._slots.notify()
-
-    def _wait_for_slot(self) -> Server:
-        """The server with the fewest groups, once there is room.
-
-        The caller holds the lock.
-        """
-        while True:
-            for server in sorted(self.serving, key=lambda server: server.in_flight):
-                if server.in_flight < self._limit:
-                    return server
-
-            if self._is_closed.is_set():
-                raise ServerError("the run has ended")
-            if not self.servers:
-                raise ServerError("vllm_urls names no server, and a group asks for one")
-            gives_up_s = self._all_lost_s + self.config.server_timeout
-            if not self.serving and not self.returned and time.monotonic() > gives_up_s:
-                why = "; ".join(server.why_out for server in self.servers)
-                raise ServerError(
-                    f"no rollout server is left: {why}; "
-                    "start one, and go on with --resume_from_checkpoint auto"
-                )
-            self._slots.wait(10)
 
     @contextmanager
     def drained(self, stop: threading.Event) -> Iterator[None]:
@@ -268,18 +256,17 @@ class ServerPool:
     def idle_seconds(self) -> float:
         """A server's mean seconds without groups in flight, since the last call."""
         with self._slots:
-            for server in self.servers:
-                self._count_idle(server)
-            mean_s = self._idle_s / max(len(self.servers), 1)
+            self._count_idle()
+            idle_s = self._idle_s
             self._idle_s = 0.0
-            return mean_s
+            return idle_s
 
-    def _count_idle(self, server: Server) -> None:
-        """Add a server's time without groups, up to now. The caller holds the lock."""
+    def _count_idle(self) -> None:
+        """Add the time up to now, before what is in flight changes. The caller holds the lock."""
         now_s = time.monotonic()
-        if server.in_flight == 0:
-            self._idle_s += now_s - server.idle_since_s
-            server.idle_since_s = now_s
+        num_idle = sum(server.in_flight == 0 for server in self.servers)
+        self._idle_s += (now_s - self._counted_s) * num_idle / max(len(self.servers), 1)
+        self._counted_s = now_s
 
     # -- lost and returned servers -----------------------------------------------------------------
 
@@ -289,14 +276,13 @@ class ServerPool:
             if server.state is State.LOST:
                 return
             server.state = State.LOST
-            print(f"{server.url} is left out for now: {error}", flush=True)
+            print(f"{server.url} is left out for now: {error}")
             self._retry_later(server, error)
             if not self.serving and not self.returned:
                 self._all_lost_s = min(self._all_lost_s, time.monotonic())
                 print(
                     "no rollout server is left: waiting "
-                    f"{self.config.server_timeout:.0f} s for one ({self._how_to_start(server)})",
-                    flush=True,
+                    f"{self.config.server_timeout:.0f} s for one ({self._how_to_start(server)})"
                 )
 
     def _retry_later(self, server: Server, reason: object) -> None:
@@ -315,7 +301,7 @@ class ServerPool:
             self._all_lost_s = math.inf
             self._slots.notify_all()
         if server.num_losses:
-            print(f"{server.url} is back", flush=True)
+            print(f"{server.url} is back")
 
     def _watch(self) -> None:
         """Take back lost servers that answer, each in a thread of its own, until the run ends."""
@@ -336,7 +322,7 @@ class ServerPool:
         try:
             server.connect()
             self._check(server)
-            self._connect(server)
+            server.connect(TRAINER)
             if self._is_closed.is_set() or server not in self.servers:  # meanwhile
                 server.disconnect()
         except ServerLost:
@@ -356,15 +342,12 @@ class ServerPool:
         if urls == list(known):
             return
 
-        print(f"{self.config.vllm_urls} names {len(urls)} servers now", flush=True)
-        for url in urls:
-            if url not in known:
-                known[url] = self._make_server(url)
-        self.servers = [known.pop(url) for url in urls]
-        for server in known.values():  # they finish what they have in flight
-            self.lose(server, "the list does not name it any more")
+        print(f"{self.config.vllm_urls} names {len(urls)} servers now")
+        self.servers = [known.get(url) or self._make_server(url) for url in urls]
+        for url in known.keys() - urls:  # they finish what they have in flight
+            self.lose(known[url], "the list does not name it any more")
             with self._updating:
-                server.disconnect()
+                known[url].disconnect()
 
     # -- weights -----------------------------------------------------------------------------------
 

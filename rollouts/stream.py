@@ -3,9 +3,9 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import Any
 
 from config import TrainConfig, UserError
@@ -48,9 +48,8 @@ class GroupStream:
         self._choose = choose
         self._fill = fill
         self._threads = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="rollout")
-        self._num_batches = 0  # of the whole run, for whose groups there was room until now
-        self._room = threading.Semaphore(0)  # groups that may begin
-        self._admitting = threading.Lock()
+        self._num_batches = 0  # of the whole run, whose groups have a thread
+        self._admitting = threading.Lock()  # a user's `choose` may be slow: rollouts go on
         self._changed = threading.Condition()  # guards all that follows
         self.num_sampled_tokens = 0  # since the stream was made
         self._waiting = deque(waiting)  # chosen, and not yet admitted
@@ -67,61 +66,55 @@ class GroupStream:
         self.version = version
         while self._num_batches < min(version + self.config.max_staleness + 1, self.num_steps):
             self._num_batches += 1
-            self._room.release(self.config.batch_size)
-        self._admit()
+            for _ in range(self.config.batch_size):
+                with suppress(RuntimeError):  # of a stream that is closed
+                    self._threads.submit(self._work)
 
-    def _admit(self) -> None:
-        """Begin as many groups as there is room for."""
-        # `choose` may be a user's, and slow: rollouts go on meanwhile.
-        with self._errors_close(), self._admitting:
-            while self._room.acquire(blocking=False):
-                if not self._waiting:
-                    chosen = self._choose(self._next_number)
-                    with self._changed:
-                        self._waiting += chosen
-                        self._next_number += len(chosen)
-                with self._changed:
-                    group = self._waiting.popleft()
-                    self._queue.append(group)
-                self._threads.submit(self._work, group)  # an error, once the stream is closed
-
-    def _work(self, group: Group) -> None:
-        """Fill a group, in a thread of its own; one that is of no use is dropped, and replaced."""
-        with self._errors_close():
-            try:
-                self._fill(group)
-                if self.config.drop_zero_advantage and not can_teach(group, self.config):
-                    group.dropped = "zero_advantage"
-                    group.why = "all its advantages are 0"
-            except RolloutFailed as error:
-                group.dropped = "failed"
-                group.why = str(error)
-
-            with self._changed:
-                self._changed.notify_all()
-                if group.dropped != "failed":
-                    self.num_sampled_tokens += sum(group.num_sampled)
-                if not group.dropped:
-                    group.finished_version = self.version  # `take` may have it
-                    return
-                self._queue.remove(group)
-                self._batch.dropped.append(group)
-                num_dropped = len(self._batch.dropped)
-            if num_dropped >= MAX_DROPPED_BATCHES * self.config.batch_size:
-                raise UserError(
-                    f"nothing to learn: {num_dropped} groups of this step were dropped, the last as"
-                    f" {group.why}: look at dropped.jsonl and the rewards, or take other prompts"
-                )
-            self._room.release()
-            self._admit()
-
-    @contextmanager
-    def _errors_close(self) -> Iterator[None]:
-        """Close the stream on an error, which `take` raises in place of the caller."""
+    def _work(self) -> None:
+        """Fill a group, in a thread of its own, and another one as long as it is of no use."""
         try:
-            yield
+            while not self._failure:
+                group = self._admit()
+                try:
+                    self._fill(group)
+                    if self.config.drop_zero_advantage and not can_teach(group, self.config):
+                        group.dropped = "zero_advantage"
+                        group.why = "all its advantages are 0"
+                except RolloutFailed as error:
+                    group.dropped = "failed"
+                    group.why = str(error)
+
+                with self._changed:
+                    self._changed.notify_all()
+                    if group.dropped != "failed":
+                        self.num_sampled_tokens += sum(group.num_sampled)
+                    if not group.dropped:
+                        group.finished_version = self.version  # `take` may have it
+                        return
+                    self._queue.remove(group)
+                    self._batch.dropped.append(group)
+                    num_dropped = len(self._batch.dropped)
+                if num_dropped >= MAX_DROPPED_BATCHES * self.config.batch_size:
+                    raise UserError(
+                        f"nothing to learn: {num_dropped} groups of this step were dropped, the "
+                        f"last as {group.why}: look at dropped.jsonl and the rewards, or take "
+                        "other prompts"
+                    )
         except BaseException as error:
-            self.close(error)
+            self.close(error)  # `take` raises it
+
+    def _admit(self) -> Group:
+        """The next group, which is in the queue from now on."""
+        with self._admitting:
+            if not self._waiting:
+                chosen = self._choose(self._next_number)
+                with self._changed:
+                    self._waiting += chosen
+                    self._next_number += len(chosen)
+            with self._changed:
+                group = self._waiting.popleft()
+                self._queue.append(group)
+                return group
 
     def take(self) -> Group | None:
         """Take the next group for the batch; None if it is not there in a second.
@@ -131,11 +124,16 @@ class GroupStream:
         Raises:
             BaseException: the first that sampling or scoring raised, or that closed the stream.
         """
+
+        def is_over() -> bool:
+            is_first_ready = self._queue and self._queue[0].finished_version >= 0
+            return bool(is_first_ready or self._failure)
+
         with self._changed:
-            is_ready = self._changed.wait_for(self._is_ready, timeout=1)
+            found = self._changed.wait_for(is_over, timeout=1)
             if self._failure:
                 raise self._failure
-            if is_ready:
+            if found:
                 group = self._queue.popleft()
                 self._batch.groups.append(group)
                 group.trained_version = self.version
@@ -146,15 +144,9 @@ class GroupStream:
                 print(
                     f"waiting for rollouts and rewards: {len(self._batch.groups)} of "
                     f"{self.config.batch_size} groups have come; the oldest at work is of "
-                    f"{self._queue[0].prompt.where}",
-                    flush=True,
+                    f"{self._queue[0].prompt.where}"
                 )
             return None
-
-    def _is_ready(self) -> bool:
-        """True where the first group of the queue has its rewards, or the stream has failed."""
-        is_first_ready = bool(self._queue) and self._queue[0].finished_version >= 0
-        return is_first_ready or self._failure is not None
 
     @property
     def missing(self) -> int:
@@ -168,11 +160,13 @@ class GroupStream:
             self._batch = Batch()
             self._told_s = time.monotonic()
             reasons = [group.dropped for group in batch.dropped]
-            for reason in ("zero_advantage", "failed"):
-                batch.metrics[f"groups/dropped_{reason}"] = reasons.count(reason)
             num_running = sum(group.finished_version < 0 for group in self._queue)
-            batch.metrics["queue/ready"] = len(self._queue) - num_running
-            batch.metrics["queue/running"] = num_running
+            batch.metrics = {
+                "groups/dropped_zero_advantage": reasons.count("zero_advantage"),
+                "groups/dropped_failed": reasons.count("failed"),
+                "queue/ready": len(self._queue) - num_running,
+                "queue/running": num_running,
+            }
             return batch
 
     def state(self) -> dict[str, Any]:

@@ -112,21 +112,6 @@ class _Worker(Popen):
         self.wait()
 
 
-def _answer(message: bytes, loop: asyncio.AbstractEventLoop) -> bytes:
-    """A reply, pickled: (True, the value) or (False, why there is none)."""
-    problem = "cannot be imported by a worker:"
-    try:
-        function, arguments = pickle.loads(message)
-        problem = "raised"
-        value = function(**arguments)
-        if hasattr(value, "__await__"):
-            value = loop.run_until_complete(value)
-        problem = "returned what no process can send:"
-        return pickle.dumps((True, value))
-    except BaseException as error:  # whatever user code raises, SystemExit too
-        return pickle.dumps((False, f"{problem} {described(error)}"))
-
-
 def described(error: BaseException) -> str:
     """An error that user code raised: its type, its message, and the line where."""
     place = traceback.extract_tb(error.__traceback__)[-1]
@@ -143,4 +128,16 @@ if __name__ == "__main__":
     with suppress(EOFError, OSError):
         sys.path[:] = trainer.recv()
         while True:
-            trainer.send_bytes(_answer(trainer.recv_bytes(), loop))
+            message = trainer.recv_bytes()
+            problem = "cannot be imported by a worker:"
+            try:
+                function, arguments = pickle.loads(message)
+                problem = "raised"
+                value = function(**arguments)
+                if hasattr(value, "__await__"):
+                    value = loop.run_until_complete(value)
+                problem = "returned what no process can send:"
+                reply = pickle.dumps((True, value))  # or why there is no value
+            except BaseException as error:  # whatever user code raises, SystemExit too
+                reply = pickle.dumps((False, f"{problem} {described(error)}"))
+            trainer.send_bytes(reply)

@@ -42,7 +42,7 @@ from recipes.teacher import ReferenceServer, Teacher
 from rollouts.evaluation import Round, held_out_metrics
 from rollouts.group import Completion, Group, Prompt
 from rollouts.processor import load_processor
-from rollouts.proofs import Probe, Proofs
+from rollouts.proofs import Proofs
 from rollouts.rollouts import Rollouts
 from rollouts.run import Run
 from rollouts.sampling import sampling_params
@@ -488,7 +488,7 @@ def test_who_is_lost_while_it_is_probed_is_not_let_in(served):
         return ""
 
     proofs = make_proofs(SimpleNamespace(admit=admitted.append))
-    probe = Probe(one.url, [Completion([5], [-1.0], "stop", 4)])
+    probe = (one.url, [Completion([5], [-1.0], "stop", 4)], "")
     proofs._probe, proofs._difference = lambda server: probe, lose_it
     with process_group(60):
         proofs.prove([one])

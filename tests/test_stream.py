@@ -250,29 +250,56 @@ def test_errors_of_sampling_and_scoring_reach_the_trainer():
         broken.run()
 
 
-def test_between_ready_groups_there_is_time_for_other_things():
+def test_nothing_is_sampled_for_a_stream_that_is_closed():
+    """Groups that are dropped after its end have no successors."""
+    trainer = Trainer(0, lambda group: False, drop_zero_advantage=True, max_staleness=0)
+    goes_on, begun = threading.Event(), []
+
+    def fill(group):
+        begun.append(group.id)
+        goes_on.wait(20)
+        trainer.fill(group)
+
+    trainer.stream._fill = fill
+    trainer.stream.advance_to(0)
+    while len(begun) < BATCH:
+        time.sleep(0.01)
+    trainer.stream.close()
+    goes_on.set()
+    trainer.stream._threads.shutdown()  # waits for all
+    assert sorted(begun) == list(range(BATCH))
+    trainer.stream.advance_to(1)
+    with pytest.raises(ServerError, match="the stream of rollouts was closed"):
+        trainer.stream.take()
+
+
+def test_between_ready_groups_there_is_time_for_other_things(monkeypatch):
     """A signal, and a server that is back, are noticed before each group, also where none is waited for."""
     trainer = Trainer(0, max_staleness=0)
     trainer.stream.advance_to(0)
-    while any(group.finished_version < 0 for group in trainer.stream._queue):
+    while trainer.stream.end_batch().metrics["queue/ready"] < BATCH:
         time.sleep(0.01)
+    proved: list[Any] = []
     rollouts: Any = SimpleNamespace(
         stop=threading.Event(),
         failure=None,
-        pool=SimpleNamespace(returned=[]),
+        pool=SimpleNamespace(returned=["a server"]),
         noting_failure=nullcontext,
+        proofs=SimpleNamespace(prove=proved.append),
     )
-    rollouts.pool.returned = ["a server"]
-    assert (
-        Rollouts._next_word(rollouts, lambda: pytest.fail("a group was asked for")) is Word.RESYNC
-    )
-    rollouts.pool.returned = []
+
+    def send(only_returned):
+        returned, rollouts.pool.returned = rollouts.pool.returned, []
+        return returned
 
     def look():
+        assert proved == [["a server"]]
         assert trainer.stream.take()
         rollouts.stop.set()
 
-    assert Rollouts._next_word(rollouts, look) is Word.STOP
+    rollouts._send = send
+    monkeypatch.setattr("rollouts.rollouts.call_on_main", lambda function: function())
+    assert Rollouts._wait(rollouts, look) is Word.STOP
     assert trainer.stream.missing == BATCH - 1
     trainer.stream.close()
 
