@@ -220,7 +220,7 @@ def test_the_doctor(my_recipe):
         (["--servers", "2"], "0", "servers and trainer need 1 + 1 + 1 GPUs, and 1 are here: ask for fewer of them"),
         (["--servers", "0"], "", "numbers of servers, trainers, nodes and GPUs are 1 or more"),
         (["--server_nodes", "2"], "", "--server_nodes has no effect without --slurm"),
-        (["--max_step", "2"], "", "unknown field max_step: did you mean max_steps?"),
+        (["--max_step", "2"], "", "unknown field max_step: did you mean max_steps? --help lists them all"),
         (["--vllm-urls=http://a:8000"], "", "--vllm_urls: servers are started here; .*"),
     ],
 )  # fmt: skip
