@@ -246,8 +246,8 @@ def train_batch(
 ) -> tuple[dict[str, float], Gaps]:  # fmt: skip
     """Train one batch; returns metrics, and how far trainer and servers differ.
 
-    Collective: each rank has its own rows. With one update it trains while they arrive; for several
-    they are collected, to take the trainer's log-probs before the first.
+    Collective: each rank has its own rows. With one update it trains on rows as they are dealt; for
+    several they are collected, to take the trainer's log-probs before the first.
     """
     learning_rate = optimizer.param_groups[0]["lr"]
     token_sums = TokenSums(device)
@@ -365,7 +365,7 @@ def main(config: TrainConfig) -> None:
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.example, checkpoint)
         config = share_prefixes(policy, config, rollouts.example)
-        rollouts.config = config  # `take` and the probes pack rows as the trainer does
+        rollouts.set_config(config)  # it packs and measures rows as the trainer does
         reference = build_reference(policy, config, device, rollouts.example)
         num_updates = rollouts.num_steps * config.updates_per_batch
         optimizer, scheduler = build_optimizer(policy, num_updates, config)

@@ -308,6 +308,12 @@ class Rollouts:
             pass
         return []
 
+    def set_config(self, config: TrainConfig) -> None:
+        """Take the config in which it is decided whether rows share prefixes."""
+        self.config = config
+        if is_main():
+            self.run.config = config
+
     def state(self) -> dict[str, Any]:
         """What a later run needs from here to go on, on rank 0."""
         if not is_main():

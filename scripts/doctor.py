@@ -132,7 +132,8 @@ class Doctor:
             )
         torch.manual_seed(config.seed)
         self.policy = build_policy(config, device, rollouts.example)
-        self.config = rollouts.config = share_prefixes(self.policy, config, rollouts.example)
+        self.config = share_prefixes(self.policy, config, rollouts.example)
+        rollouts.set_config(self.config)
         self.reference = build_reference(self.policy, self.config, device, rollouts.example)
         self.optimizer, self.scheduler = build_optimizer(
             self.policy, 1, replace(config, learning_rate=0.0)

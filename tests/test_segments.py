@@ -148,6 +148,18 @@ def test_a_tree_costs_what_its_tokens_cost():
     assert micro.mask.sum() == 3 * 8
 
 
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_spreading_the_tail_over_ranks_cuts_no_rollout(share_prefix):
+    """A loss may look at all of it; padded, its two segments take more positions than they have tokens."""
+    rollout = [completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)]
+    group = Group(Prompt(0, [5, 6], "", {}), advantages=[1.0])
+    group.fill([rollout])
+    config = make_config("m", batch_size=1, share_prefix=share_prefix, loss_type="grpo")
+    ranks = Dealer(2, config).deal([group], is_complete=True)
+    rows = [row for rows in ranks for row in rows if row.mask.any()]
+    assert [row.mask.sum() for row in rows] == [40]
+
+
 def test_versions_are_of_segments():
     """The second segment was sampled by a later policy: tokens of the trained one are compared, older ones are not."""
     (group, _) = make_groups("rewritten")

@@ -799,6 +799,15 @@ def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size, monkeypat
     assert Rollouts.take(rollouts, math.inf, deal) == ([(group, True)], True)
 
 
+def test_whoever_measures_rollouts_knows_if_rows_share_prefixes(monkeypatch):
+    """Else one that fits a shared row alone would be cut into several by `pack`."""
+    monkeypatch.setattr("rollouts.rollouts.is_main", lambda: True)
+    rollouts: Any = SimpleNamespace(run=SimpleNamespace())
+    decided: Any = object()
+    Rollouts.set_config(rollouts, decided)
+    assert rollouts.config is rollouts.run.config is decided
+
+
 def test_a_run_that_ends_while_a_server_comes_back(models):
     """The next run would find a trainer that uses the server, in a process that goes on, as a notebook's."""
     with fake_server(models["untied"], lambda ids, number: (said(ids, number), 0.0)) as one:

@@ -132,7 +132,7 @@ class Dealer:
         self.config = config
         self.loads = [0] * num_ranks  # tokens that each rank has had
         self.waiting: list[Group] = []  # not dealt yet
-        self.added: list[Group] = []  # to the mini-batch
+        self.added: list[Group] = []  # since the last update, dealt or not
 
     def missing_tokens(self) -> float:
         """Tokens to wait for before dealing: a row for each rank, or inf for the whole batch.
@@ -180,9 +180,9 @@ class Dealer:
                 self.loads[rank] += num_tokens(row)
 
     def _next_rows(self, is_complete: bool) -> list[MicroBatch]:
-        """Whole rounds of rows; the groups of others wait, but for those of a complete batch.
+        """Whole rounds of rows; the groups of other rows wait for the next call.
 
-        These are spread evenly over a last round.
+        Of a complete batch they are packed into smaller rows, for all ranks, and dealt too.
         """
         config = self.config
         num_ranks = len(self.loads)
@@ -193,14 +193,15 @@ class Dealer:
         num = len(rows) if is_complete else len(rows) - 1  # later groups may join the last row
         num -= num % num_ranks
         while 0 < num < len(rows) and lasts[num - 1] == firsts[num]:
-            num -= num_ranks  # no group may have rows on both sides
+            num -= num_ranks  # a round less, until no group is cut: those that wait are whole
         self.waiting = self.waiting[firsts[num] :] if num < len(rows) else []
         if not is_complete or not self.waiting:
             return rows[:num]
 
         num_missing = math.ceil((len(rows) - num) / num_ranks) * num_ranks
         tokens_each = math.ceil(sum(map(num_tokens, rows[num:])) / num_missing)
-        longest = max(map(longest_completion, self.waiting))  # which stays in one piece
+        # So that no completion is cut by the smaller bound.
+        longest = longest_completion(self.waiting, config)
         max_tokens = min(max(tokens_each, longest), config.max_tokens_per_gpu)
         rows[num:] = micro_batches(self.waiting, max_tokens, config)
         self.waiting = []
@@ -225,9 +226,11 @@ def num_trained(groups: list[Group], config: TrainConfig) -> Update:
     return Update(len(lengths), sum(lengths))
 
 
-def longest_completion(group: Group) -> int:
-    """Tokens of a group's longest completion, with the prompts of its segments."""
+def longest_completion(groups: list[Group], config: TrainConfig) -> int:
+    """The most positions that a row of one completion has."""
     lengths = []
-    for segments in group.sequences[1]:
-        lengths.append(sum(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in segments))
+    for group in groups:
+        prompt_ids, completions = group.sequences
+        for completion in completions:
+            lengths.append(num_packed_tokens([(prompt_ids, [completion])], config.share_prefix))
     return max(lengths)
