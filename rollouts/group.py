@@ -23,7 +23,7 @@ NO_REWARDS = torch.empty(0, 0, dtype=torch.float64)
 class Prompt:
     """One problem: tokens for the server, content and columns for the rewards."""
 
-    index: int  # row in the dataset; of several, counted on from one to the next
+    index: int  # row in the dataset; of several sets, numbered on from one to the next
     token_ids: list[int]  # tokenized once; the placeholder of an image stands expanded
     content: Any  # the dataset's `prompt` (string or chat messages), for rewards and people
     columns: dict[str, Any]  # the other columns that the rewards want

@@ -21,15 +21,16 @@ MAX_DROPPED_BATCHES = 10  # in one step
 class GroupStream:
     """Scored groups for the trainer, in the order of their admission. Lives on rank 0.
 
-    Under policy v as many are admitted as the batches up to v + max_staleness take, so none becomes
-    too stale. For one that is dropped another is admitted at the end, and the next moves up. Every
-    group ends once: trained, or dropped with a reason.
+    Under policy v as many are admitted as the batches up to v + max_staleness take. For one that is
+    dropped another is admitted at the end of the queue, and those behind it move up by one place:
+    so none trains later than by policy v + max_staleness. Every group ends once: trained, or
+    dropped with a reason.
 
     Args:
         choose: the next groups, by the number of the first.
         fill: samples and scores a group, in a thread of its own.
         num_steps: of the run.
-        waiting: groups that an earlier run had chosen, of no batch that it ended.
+        waiting: groups that the resumed run had chosen, and whose batch had not ended.
         next_number: of the first group to choose.
     """
 
@@ -48,7 +49,7 @@ class GroupStream:
         self._choose = choose
         self._fill = fill
         self._threads = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="rollout")
-        self._num_batches = 0  # of the whole run, whose groups have a thread
+        self._num_batches = 0  # of the whole run, for whose groups there was room until now
         self._admitting = threading.Lock()  # a user's `choose` may be slow: rollouts go on
         self._changed = threading.Condition()  # guards all that follows
         self.num_sampled_tokens = 0  # since the stream was made
@@ -71,7 +72,7 @@ class GroupStream:
                     self._threads.submit(self._work)
 
     def _work(self) -> None:
-        """Fill a group, in a thread of its own, and another one as long as it is of no use."""
+        """Fill groups until one is of use, in a thread of its own; the others are dropped."""
         try:
             while not self._failure:
                 group = self._admit()
@@ -170,7 +171,7 @@ class GroupStream:
             return batch
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on needs: number and row of each group of no ended batch."""
+        """What a run that goes on needs: number and row of each group whose batch has not ended."""
         with self._changed:
             batch = self._batch
             groups = [*batch.groups, *batch.dropped, *self._queue, *self._waiting]

@@ -33,7 +33,7 @@ class MicroBatch:
     advantages: Tensor
     mask: Tensor  # 1 on tokens that train, 0 elsewhere
     sampler_logprobs: Tensor  # nats, the server's
-    servers: Tensor  # int16, 1 + the server's number; 0 for a token of an older policy
+    servers: Tensor  # int16, 1 + the server's number; 0 for a token of another policy
     ref_logprobs: Tensor | None = None  # nats, where a part of the run gives them
     trainer_logprobs: Tensor | None = None  # nats, before the first of several updates
     images: dict[str, Tensor] = field(default_factory=dict)  # of the row's prompts, joined
@@ -70,7 +70,7 @@ def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
     """The number of tokens of each completion that train.
 
     It is 0 where the reward is NaN, and for a cut completion where `mask_truncated_completions` is
-    set. All tokens train in groups that were never scored.
+    set. In a group without rewards, as of a probe, all tokens train.
     """
     lengths = list(group.num_sampled)
     for number, completion in enumerate(group.completions):
@@ -137,9 +137,9 @@ class Dealer:
     def missing_tokens(self) -> float:
         """Tokens to wait for before dealing: a row for each rank, or inf for the whole batch.
 
-        Training while a batch arrives hides the sampling of a synchronous run. With rollouts ahead
-        of the trainer the batch is there, or sampling is the bottleneck: nothing is gained
-        (docs/asynchronous.md).
+        Training while a batch arrives hides the sampling of a synchronous run. It is inf where that
+        gains nothing, as rollouts run ahead (docs/asynchronous.md), and where the whole batch is
+        needed first.
         """
         config = self.config
         if config.max_staleness > 0 or config.updates_per_batch > 1 or config.weighs_whole_batch:
