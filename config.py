@@ -108,7 +108,7 @@ _OWN_PARAMETERS = {
     "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
     "stream_interval", "skip_clone", "trace_decode_token_ids", "watermarking",
 }  # fmt: skip
-_OF_FIELDS = "num_generations, max_completion_len, temperature, top_k and stop are fields"
+_SAMPLING_FIELDS = "num_generations, max_completion_len, temperature, top_k and stop are fields"
 # Fields of earlier versions, and what takes their place.
 _GONE = {
     "stale_policy": "it is gone, as groups train in their order now: leave it out; a rollout_fn"
@@ -487,9 +487,9 @@ class TrainConfig(metaclass=_OneLineErrors):
             message = f"vllm_urls={url}: give http://host:port, or @file with one a line"
             rules[message] = not re.match(f"@.|{ADDRESS}", url)
         for name in _OWN_PARAMETERS.intersection(self.sampling_params or ()):
-            rules[f"sampling_params may not set {name}, which is the trainer's: {_OF_FIELDS}"] = (
-                True
-            )
+            rules[
+                f"sampling_params may not set {name}, which is the trainer's: {_SAMPLING_FIELDS}"
+            ] = True
 
         for message, is_broken in rules.items():
             if is_broken:

@@ -110,7 +110,8 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
     """The loop of train.py without log and checkpoints, every part timed."""
     rollouts = Rollouts(config, device)
     policy = build_policy(config, device)
-    config = rollouts.config = share_prefixes(policy, config)
+    config = share_prefixes(policy, config)
+    rollouts.set_config(config)
     optimizer, scheduler = build_optimizer(policy, steps, config)
     sizes = [tensor.nbytes for _, tensor in published_weights(policy)]
     rollouts.publish(policy, 0)

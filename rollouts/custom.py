@@ -24,7 +24,7 @@ def naming_function(name: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:  # which has a cure of its own
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{name} raised {described(error)}") from error
 
 
@@ -80,7 +80,7 @@ def fill_by_rollout_fn(
         rollouts = list(rollout_fn(server, prompt, sampling))
     except ServerError:
         raise
-    except Exception as error:  # whatever the recipe raises
+    except (Exception, SystemExit) as error:  # whatever the recipe raises
         raise RolloutFailed(f"{where}: {described(error)}") from error
 
     try:

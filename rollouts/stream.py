@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 from config import TrainConfig, UserError
@@ -65,11 +64,13 @@ class GroupStream:
         if self.version < 0:  # a run that goes on has trained a batch for each version before
             self._num_batches = version
         self.version = version
-        while self._num_batches < min(version + self.config.max_staleness + 1, self.num_steps):
-            self._num_batches += 1
-            for _ in range(self.config.batch_size):
-                with suppress(RuntimeError):  # of a stream that is closed
-                    self._threads.submit(self._work)
+        last = min(version + self.config.max_staleness + 1, self.num_steps)
+        try:
+            for _ in range((last - self._num_batches) * self.config.batch_size):
+                self._threads.submit(self._work)
+        except RuntimeError as error:  # the stream is closed, or there is no room for a thread
+            self.close(error)  # `take` raises it, or what has closed the stream
+        self._num_batches = max(last, self._num_batches)
 
     def _work(self) -> None:
         """Fill groups until one is of use, in a thread of its own; the others are dropped."""

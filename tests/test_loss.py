@@ -1,6 +1,7 @@
 """Advantages and every loss against numbers worked out by hand."""
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -571,6 +572,7 @@ def tried(monkeypatch, loss_fn, mask=(1.0, 1.0)):
             r"TypeError: .*\(test_loss.py:",
         ),
         (lambda logprobs: logprobs.sum(), r"TypeError: .*\(train.py:"),
+        (lambda *_: sys.exit(3), "SystemExit: 3"),  # one rank would leave the others alone
     ],
 )
 def test_a_loss_that_is_none(loss_fn, reason, monkeypatch):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import sys
 import threading
 import time
 from functools import partial
@@ -412,6 +413,16 @@ def test_what_an_agent_does_wrong(scripted):
     with pytest.raises(
         UserError, match="rollout_fn on dataset row 0: ZeroDivisionError: division by zero"
     ):
+        fill_by_rollout_fn(Group(Prompt(0, [5], "", {})), scripted.server, SAMPLING, config)
+
+
+def test_a_rollout_fn_that_exits_has_failed(scripted):
+    """As by any error: rank 0 alone would leave the run, and nothing would be saved."""
+    config = TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=["os.path.exists"],
+        rollout_fn=lambda *_: sys.exit(3),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="rollout_fn on dataset row 0: SystemExit: 3"):
         fill_by_rollout_fn(Group(Prompt(0, [5], "", {})), scripted.server, SAMPLING, config)
 
 

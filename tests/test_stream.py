@@ -250,6 +250,19 @@ def test_errors_of_sampling_and_scoring_reach_the_trainer():
         broken.run()
 
 
+def test_no_room_for_a_thread_ends_the_run(monkeypatch):
+    """Else it would wait for groups that nobody samples."""
+    trainer = Trainer(0, lambda group: True, max_staleness=0)
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(trainer.stream._threads, "submit", refuse)
+    trainer.stream.advance_to(0)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        trainer.stream.take()
+
+
 def test_nothing_is_sampled_for_a_stream_that_is_closed():
     """Groups that are dropped after its end have no successors."""
     trainer = Trainer(0, lambda group: False, drop_zero_advantage=True, max_staleness=0)
