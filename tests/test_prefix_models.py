@@ -370,3 +370,13 @@ def test_ordinary_batches_go_on_as_before():
                 atol=1e-5,
                 msg=family,
             )
+
+
+def test_a_window_is_found_in_a_class_without_a_source():
+    """FSDP2 makes classes of what it wraps, among them a tower's pooling by attention."""
+    model = make_model("Mistral")
+    for module in model.modules():
+        kind = type(module)
+        if "Attention" in kind.__name__:
+            module.__class__ = type(f"FSDP{kind.__name__}", (kind,), {})
+    assert attach(model, verify=False) is model
