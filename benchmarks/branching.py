@@ -1,6 +1,6 @@
 """Forward and backward of agents' rollouts: a row per turn, rows that share prompts, and one tree, side by side.
 
-    python benchmarks/branching.py [--json PATH] [--quick]
+    python benchmarks/branching.py [--json PATH] [--quick] [--against CHECKOUT]
 
 Three jobs, on the 4-layer model of benchmarks/prefix_attention.py, one CPU thread, fp32:
   rewritten  four agents of ten turns on one prompt, whose thoughts leave the history when their turn is over
@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from benchmarks.common import durations, median, memory_mb, report
+from benchmarks.common import beside, durations, median, memory_mb, report
 from benchmarks.prefix_attention import SIZES, make_model
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
 
@@ -198,11 +198,20 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="tiny jobs and a tiny model, in half a minute"
     )
+    parser.add_argument(
+        "--against", type=Path, help="the checkout of another commit: trees of both, by turns"
+    )
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         job, method = args.measure
         print(json.dumps(measure(job, method, args.quick)))
+        return
+    if args.against:
+        quick = ["--quick"] if args.quick else []
+        script = ["benchmarks/branching.py", *quick]
+        commands = {job: [*script, "--measure", job, "tree"] for job in JOBS}
+        beside(args.against, ROOT, commands, 1 if args.quick else 3, args.json)
         return
     table: list[dict[str, Any]] = []
     for job in JOBS:

@@ -7,6 +7,9 @@ import os
 import platform
 import re
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +78,53 @@ def write(rows: list[dict[str, Any]], path: Path | None) -> None:
         found = {"machine": machine(), "versions": versions(), "rows": rows}
         part.write_text(json.dumps(found, indent=2) + "\n")
         part.replace(path)
+
+
+def beside(
+    checkout: Path, here: Path, cases: dict[str, list[str]], turns: int, path: Path | None
+) -> None:
+    """Print and write each case's figures in the checkout of another commit and here, run by turns.
+
+    A case is what follows `python`, of paths below the root; it prints its figures as JSON in its last line, or writes
+    rows by `--json`. `speed` and `memory` are medians, over the turns, of other over here and of here over other.
+    """
+    rows = Rows(path)
+    for case, arguments in cases.items():
+        found = [
+            [run_in(root.resolve(), arguments) for root in (checkout, here)] for _ in range(turns)
+        ]
+        for number, row in enumerate(found[0][1]):
+            pairs = [(other[number], own[number]) for other, own in found]
+            names = {name: value for name, value in row.items() if isinstance(value, str)}
+            for field in (field for field in row if re.search(r"(^|_)(s|ms|seconds|mb)$", field)):
+                other, own = (median([pair[side][field] for pair in pairs]) for side in (0, 1))
+                ratio = median([pair[0][field] / max(pair[1][field], 1e-9) for pair in pairs])
+                is_memory = field.endswith("mb")
+                gain = {"memory": 1 / max(ratio, 1e-9)} if is_memory else {"speed": ratio}
+                rows.add(
+                    {"case": case, **names, "field": field, "other": other, "here": own, **gain}
+                )
+
+
+def run_in(root: Path, arguments: list[str]) -> list[dict[str, Any]]:
+    """The rows that a Python program prints or writes, run in `root`; ends the benchmark where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "rows.json"
+        where = (
+            ["--json", str(result)] if "--measure" not in arguments and arguments[0] != "-c" else []
+        )
+        done = subprocess.run(
+            [sys.executable, *arguments, *where],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{' '.join(arguments)} in {root}: {done.stderr[-2000:]}")
+        if where:
+            return list(json.loads(result.read_text())["rows"])
+        return [json.loads(done.stdout.splitlines()[-1])]
 
 
 class Skipped(Exception):

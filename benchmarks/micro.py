@@ -1,6 +1,6 @@
 """Attention over shared prompts, the log-prob head and a decoder layer, each alone beside its rivals, in one process.
 
-    python benchmarks/micro.py [--json PATH] [--quick] [--parts head attention layer]
+    python benchmarks/micro.py [--json PATH] [--quick] [--parts head attention layer] [--against CHECKOUT]
 
 On a GPU in bf16 with the shapes of an 8B model, on a CPU (`--quick`) in fp32 with tiny ones. Times are medians of
 forward and backward after a warm-up; `forward_ms` is the forward alone, `memory_mb` the peak above the inputs.
@@ -37,6 +37,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.common import (
     Rows,
     Skipped,
+    beside,
     device_here,
     durations,
     median,
@@ -65,6 +66,20 @@ PLAIN = ", passes not compiled"
 HEADS = {False: (32, 8, 128), True: (4, 2, 32)}  # of queries, of keys, size
 # tokens, hidden, vocab
 HEAD_SHAPES = {False: [(8192, 4096, 151936), (8192, 1536, 151936)], True: [(64, 32, 512)]}
+
+# for `--against`: tokens, hidden size, vocabulary on a CPU, one thread
+AGAINST = {"narrow": "(4096, 256, 32768)", "wide": "(1024, 1024, 32768)"}
+HEAD_ALONE = """
+import json, sys
+sys.path.insert(0, ".")
+import torch
+from functools import partial
+from benchmarks.micro import HEAD, Head, device_here, timed_step
+torch.set_num_threads(1)
+case = Head({shape}, device_here())
+step = partial(HEAD["ours"], case)
+print(json.dumps(timed_step(step, (case.x, case.weight), device_here())[0]))
+"""
 
 
 def passes(variant: str) -> AbstractContextManager[Any]:
@@ -544,7 +559,15 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="+", choices=parts, default=parts, help="which of them, in the usual order"
     )
+    parser.add_argument(
+        "--against", type=Path, help="the checkout of another commit: the heads of both, by turns"
+    )
     args = parser.parse_args()
+    if args.against:
+        shapes = {"quick": "(64, 32, 512)"} if args.quick else AGAINST
+        commands = {name: ["-c", HEAD_ALONE.format(shape=shape)] for name, shape in shapes.items()}
+        beside(args.against, ROOT, commands, 1 if args.quick else 3, args.json)
+        return
     rows, device = Rows(args.json), device_here()
     if "head" in args.parts:
         head_rows(rows, args.quick, device)

@@ -1,6 +1,7 @@
 """Forward and backward of groups that share a prompt: repeated rows, prefix_grouper, and ours, side by side.
 
     python benchmarks/prefix_attention.py [--json PATH] [--quick] [--models 1.5B,8B] [--compile] [--flash4]
+    python benchmarks/prefix_attention.py --against CHECKOUT [--json PATH] [--quick]
 
 A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GPU in bf16 with gradient checkpointing:
   padded    (a) one row per completion, right-padded, stock sdpa, logits of the completion tokens
@@ -39,7 +40,16 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.common import Rows, device_here, durations, median, memory_mb, report, reset_peak
+from benchmarks.common import (
+    Rows,
+    beside,
+    device_here,
+    durations,
+    median,
+    memory_mb,
+    report,
+    reset_peak,
+)
 from prefix_attention import (
     NAME,
     PackedBatch,
@@ -494,6 +504,9 @@ def main() -> None:
     parser.add_argument(
         "--flash4", action="store_true", help="on a Hopper GPU: by FlashAttention 4"
     )
+    parser.add_argument(
+        "--against", type=Path, help="the checkout of another commit: ours of both, by turns"
+    )
     parser.add_argument("--one-process", action="store_true", help="on a CPU, too: as on a GPU")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -501,7 +514,21 @@ def main() -> None:
         method, size, shape, seconds, max_tokens = args.measure
         print(json.dumps(measure(method, size, shape, float(seconds), int(max_tokens))))
         return
+    cases = [
+        ("4 layers", shape, 8192)
+        for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")
+    ]
+    if args.quick:
+        cases = [("quick", "128,32,4", 4096)]
     device = device_here()
+    if args.against:
+        script, seconds = "benchmarks/prefix_attention.py", REPEATS[cases[0][0]][1]
+        commands = {
+            shape: [script, "--measure", "ours", size, shape, str(seconds), str(tokens)]
+            for size, shape, tokens in cases
+        }
+        beside(args.against, ROOT, commands, 1 if args.quick else 3, args.json)
+        return
     if device.type == "cuda" or args.one_process:
         rows, more = Rows(args.json), {"layers": "compiled"} if args.compile else {}
         if args.flash4:
@@ -511,12 +538,8 @@ def main() -> None:
             usual = ["128,32,4", "32,16,4,10"] if args.quick else shapes_for_gpu(size)
             compare_in_one_process(size, args.shapes or usual, rows, device, args.compile, more)
         return
-    cases = [
-        ("4 layers", shape, 8192)
-        for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")
-    ]
     table: list[dict[str, Any]] = []
-    for size, shape, max_tokens in [("quick", "128,32,4", 4096)] if args.quick else cases:
+    for size, shape, max_tokens in cases:
         table.append({"model": size, "shape": shape} | compare(size, shape, max_tokens))
         report(table, args.json)
 

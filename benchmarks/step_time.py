@@ -1,6 +1,6 @@
 """Seconds per step, split into generate, reward, train and sync; a sync against one plain broadcast of its bytes.
 
-    python benchmarks/step_time.py [--json PATH] [--quick]
+    python benchmarks/step_time.py [--json PATH] [--quick] [--against CHECKOUT]
 
 Each model trains against a real server on this machine. Between steps, the same weights are synced once more and the
 same number of bytes is broadcast once over plain gloo to another process: the ratio of the two medians is what the
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from build_tiny import build, build_tokenizer, problems
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.common import median, report
+from benchmarks.common import beside, median, report
 from benchmarks.local_server import local_server
 from config import TrainConfig
 from recipes.rewards import exact_match
@@ -185,7 +185,15 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a 20 MB model only, in under a minute"
     )
+    parser.add_argument(
+        "--against", type=Path, help="the checkout of another commit: both, by turns"
+    )
     args = parser.parse_args()
+    if args.against:
+        quick = ["--quick"] if args.quick else []
+        commands = {"step": ["benchmarks/step_time.py", *quick]}
+        beside(args.against, ROOT, commands, 1 if args.quick else 3, args.json)
+        return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder)
