@@ -120,11 +120,11 @@ def grpo_loss(
     over the completion, with the gradient of the token's own log-prob (GSPO-token,
     arXiv:2507.18071). A token's loss is -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first
     term (arXiv:2505.07291), or for cispo (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. To it come
-    β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1, or β·ρ·k3 for kl_gradient reverse. For
-    loss_type grpo it is divided by the trained tokens of its completion.
+    β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1, for kl_gradient reverse times the token's
+    own ratio. For loss_type grpo it is divided by the trained tokens of its completion.
 
     Args:
-        logprobs: [N], one a completion token, nats, under the policy; they alone have a gradient.
+        logprobs: [N], one per completion token, nats, under the policy; they alone have a gradient.
         old_logprobs: [N], nats, the denominator of the ratio.
         ref_logprobs: [N], nats, under the reference; may be None where config.beta is 0.
         advantages: [N].
@@ -236,7 +236,8 @@ def arriving_rows(rollouts: Rollouts, config: TrainConfig) -> Iterator[MicroBatc
 
     is_complete = False
     while not is_complete:
-        rows, is_complete = rollouts.take(dealer.missing_tokens(), deal)  # rank 0's number counts
+        # Both arguments are used on rank 0 alone, which has the groups.
+        rows, is_complete = rollouts.take(dealer.missing_tokens(), deal)
         yield from rows
 
 
@@ -261,8 +262,9 @@ def train_batch(
         loss_sum = torch.zeros((), device=device)
         for row in rows:
             # DDP reduces gradients in an update's last backward; FSDP2 does not look at this.
-            policy.require_backward_grad_sync = row.update is not None
-            # Servers are compared by log-probs of the policy that they have, before any update.
+            policy.require_backward_grad_sync = bool(row.update)
+            # Servers are compared by log-probs from before any update: kept ones, or this
+            # forward's while there was none.
             compares_servers = row.trainer_logprobs is not None or not grad_norms
             loss_sum += add_gradient(
                 policy, reference, row.to(device), token_sums, compares_servers, config
@@ -307,7 +309,7 @@ def add_gradient(
     logprobs, entropy = token_logprobs(policy, packed, row.images, config, return_entropy=True)
 
     trainer_logprobs = row.trainer_logprobs
-    if trainer_logprobs is None:  # none are kept: for the only update, or for metrics alone
+    if trainer_logprobs is None:  # it trains once, or the ratio takes the server's: these will do
         trainer_logprobs = logprobs.detach()
     old_logprobs = trainer_logprobs
     if config.old_logprobs == "sampler":
@@ -345,7 +347,7 @@ def optimizer_step(
     norm = full_tensor(nn.utils.clip_grad_norm_(policy.parameters(), max_norm)).item()
     if math.isfinite(norm):
         optimizer.step()
-    scheduler.step()
+    scheduler.step()  # after a skipped step, too: checkpoints count updates by it
     optimizer.zero_grad(set_to_none=True)
     return norm
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from benchmarks.common import beside, durations, median, memory_mb, report
+from benchmarks.common import CPU_CLOCK, beside, durations, median, memory_mb, report
 from benchmarks.prefix_attention import SIZES, make_model
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
 
@@ -209,7 +209,7 @@ def main() -> None:
         return
     if args.against:
         quick = ["--quick"] if args.quick else []
-        script = ["benchmarks/branching.py", *quick]
+        script = ["-c", CPU_CLOCK, "benchmarks/branching.py", *quick]
         commands = {job: [*script, "--measure", job, "tree"] for job in JOBS}
         beside(args.against, ROOT, commands, 1 if args.quick else 3, args.json)
         return

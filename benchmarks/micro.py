@@ -70,7 +70,8 @@ HEAD_SHAPES = {False: [(8192, 4096, 151936), (8192, 1536, 151936)], True: [(64, 
 # for `--against`: tokens, hidden size, vocabulary on a CPU, one thread
 AGAINST = {"narrow": "(4096, 256, 32768)", "wide": "(1024, 1024, 32768)"}
 HEAD_ALONE = """
-import json, sys
+import json, sys, time
+time.perf_counter = time.process_time  # which neighbours on the machine disturb less
 sys.path.insert(0, ".")
 import torch
 from functools import partial

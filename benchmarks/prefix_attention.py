@@ -41,6 +41,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import (
+    CPU_CLOCK,
     Rows,
     beside,
     device_here,
@@ -524,7 +525,7 @@ def main() -> None:
     if args.against:
         script, seconds = "benchmarks/prefix_attention.py", REPEATS[cases[0][0]][1]
         commands = {
-            shape: [script, "--measure", "ours", size, shape, str(seconds), str(tokens)]
+            shape: ["-c", CPU_CLOCK, script, "--measure", "ours", size, shape, str(seconds), str(tokens)]
             for size, shape, tokens in cases
         }
         beside(args.against, ROOT, commands, 1 if args.quick else 3, args.json)

@@ -114,7 +114,7 @@ class TokenColumns:
     weight_versions: Tensor  # int64, the policy version that sampled it, or ENVIRONMENT
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Group:
     """One prompt and its completions, the unit from dataset to gradient.
 
@@ -143,6 +143,16 @@ class Group:
     why: str = ""
     ref_logprobs: Tensor | None = None  # of each completion token, nats, under a part's reference
 
+    # By `fill`; of each rollout:
+    segments: list[list[Completion]] = field(init=False)
+    lengths: list[int] = field(init=False)  # tokens of its segments
+    num_sampled: list[int] = field(init=False)  # of them, those that a policy sampled
+    versions: list[list[int]] = field(init=False)  # the policies that sampled them, ascending
+    # Of the group:
+    num_tokens: int = field(init=False)  # of all segments with their prompts, nothing shared
+    sequences: Any = field(init=False)  # prompt and pairs of each rollout, as `pack` takes them
+    tokens: TokenColumns = field(init=False)
+
     def __post_init__(self) -> None:
         if self.completions:
             self.fill(self.completions)
@@ -155,12 +165,11 @@ class Group:
         Raises:
             ValueError: a rollout has no segment.
         """
-        # Of each rollout: segments, tokens, tokens that a policy sampled, policies (ascending).
-        self.segments: list[list[Completion]] = []
-        self.lengths: list[int] = []
-        self.num_sampled: list[int] = []
-        self.versions: list[list[int]] = []
-        self.num_tokens = 0  # of all segments with their prompts, as if nothing were shared
+        self.segments = []
+        self.lengths = []
+        self.num_sampled = []
+        self.versions = []
+        self.num_tokens = 0
 
         self.completions = []
         own_prompt = as_tokens(self.prompt.token_ids)
@@ -190,7 +199,7 @@ class Group:
             self.num_sampled.append(len(sampled))
             self.versions.append(sampled.unique().tolist())
 
-        self.sequences = (own_prompt, pairs_of_rollouts)  # `pack` takes this as a group
+        self.sequences = (own_prompt, pairs_of_rollouts)
         numbers = torch.arange(len(self.lengths))
         self.tokens = TokenColumns(
             completion=numbers.repeat_interleave(torch.tensor(self.lengths)),

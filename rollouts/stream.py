@@ -48,7 +48,7 @@ class GroupStream:
         self._choose = choose
         self._fill = fill
         self._threads = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="rollout")
-        self._num_batches = 0  # of the whole run, for whose groups there was room until now
+        self._num_batches = 0  # of the run, those whose groups have been given threads
         self._admitting = threading.Lock()  # a user's `choose` may be slow: rollouts go on
         self._changed = threading.Condition()  # guards all that follows
         self.num_sampled_tokens = 0  # since the stream was made
@@ -64,13 +64,13 @@ class GroupStream:
         if self.version < 0:  # a run that goes on has trained a batch for each version before
             self._num_batches = version
         self.version = version
-        last = min(version + self.config.max_staleness + 1, self.num_steps)
+        num_batches = min(version + self.config.max_staleness + 1, self.num_steps)
         try:
-            for _ in range((last - self._num_batches) * self.config.batch_size):
+            for _ in range((num_batches - self._num_batches) * self.config.batch_size):
                 self._threads.submit(self._work)
         except RuntimeError as error:  # the stream is closed, or there is no room for a thread
             self.close(error)  # `take` raises it, or what has closed the stream
-        self._num_batches = max(last, self._num_batches)
+        self._num_batches = max(num_batches, self._num_batches)
 
     def _work(self) -> None:
         """Fill groups until one is of use, in a thread of its own; the others are dropped."""
@@ -87,7 +87,7 @@ class GroupStream:
                     group.why = str(error)
 
                 with self._changed:
-                    self._changed.notify_all()
+                    self._changed.notify_all()  # they wake when this block ends
                     if group.dropped != "failed":
                         self.num_sampled_tokens += sum(group.num_sampled)
                     if not group.dropped:

@@ -29,7 +29,7 @@ class MicroBatch:
     Tensors are [N] float32, but for `servers`.
     """
 
-    packed: PackedBatch
+    packed: PackedBatch  # its `index` says where its tokens stand among all that were packed
     advantages: Tensor
     mask: Tensor  # 1 on tokens that train, 0 elsewhere
     sampler_logprobs: Tensor  # nats, the server's
@@ -97,7 +97,7 @@ def micro_batches(
 
 
 def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]:
-    """Fields of `MicroBatch`, one value a completion token, by group, completion, segment."""
+    """Fields of `MicroBatch`, one value per completion token, by group, completion, segment."""
     columns: dict[str, list[Tensor]] = defaultdict(list)
     for group in groups:
         tokens = group.tokens
@@ -137,9 +137,9 @@ class Dealer:
     def missing_tokens(self) -> float:
         """Tokens to wait for before dealing: a row for each rank, or inf for the whole batch.
 
-        Training while a batch arrives hides the sampling of a synchronous run. It is inf where that
-        gains nothing, as rollouts run ahead (docs/asynchronous.md), and where the whole batch is
-        needed first.
+        With max_staleness 0, training while a batch arrives hides its sampling. It is inf where
+        that gains nothing, as rollouts run ahead (docs/asynchronous.md), and where the whole batch
+        is needed first.
         """
         config = self.config
         if config.max_staleness > 0 or config.updates_per_batch > 1 or config.weighs_whole_batch:
@@ -160,11 +160,11 @@ class Dealer:
             self.waiting += groups[start : start + size]
             self.added += groups[start : start + size]
             self._deal_rounds(self._next_rows(is_complete), rows_of_rank)
-            if is_complete:
+            if is_complete:  # with several mini-batches, each of them ends with an update
                 of_batch = config.num_minibatches > 1 and config.weighs_tokens_alike
                 update = num_trained(groups if of_batch else self.added, config)
                 self.added = []
-                for rows in rows_of_rank:
+                for rows in rows_of_rank:  # each has one: the last row waited until now
                     rows[-1] = replace(rows[-1], update=update)
         return rows_of_rank
 
@@ -182,7 +182,8 @@ class Dealer:
     def _next_rows(self, is_complete: bool) -> list[MicroBatch]:
         """Whole rounds of rows; the groups of other rows wait for the next call.
 
-        Of a complete batch they are packed into smaller rows, for all ranks, and dealt too.
+        At the end of an update these groups are packed again, into smaller rows for all ranks, and
+        dealt too.
         """
         config = self.config
         num_ranks = len(self.loads)
@@ -190,20 +191,22 @@ class Dealer:
         firsts = [int(row.packed.group[0]) for row in rows]  # of the waiting groups
         lasts = [int(row.packed.group[-1]) for row in rows]
 
-        num = len(rows) if is_complete else len(rows) - 1  # later groups may join the last row
-        num -= num % num_ranks
-        while 0 < num < len(rows) and lasts[num - 1] == firsts[num]:
-            num -= num_ranks  # a round less, until no group is cut: those that wait are whole
-        self.waiting = self.waiting[firsts[num] :] if num < len(rows) else []
+        num_dealt = (
+            len(rows) if is_complete else len(rows) - 1
+        )  # later groups may join the last row
+        num_dealt -= num_dealt % num_ranks
+        while 0 < num_dealt < len(rows) and lasts[num_dealt - 1] == firsts[num_dealt]:
+            num_dealt -= num_ranks  # a round less, until the cut falls between two groups
+        self.waiting = self.waiting[firsts[num_dealt] :] if num_dealt < len(rows) else []
         if not is_complete or not self.waiting:
-            return rows[:num]
+            return rows[:num_dealt]
 
-        num_missing = math.ceil((len(rows) - num) / num_ranks) * num_ranks
-        tokens_each = math.ceil(sum(map(num_tokens, rows[num:])) / num_missing)
+        num_smaller = math.ceil((len(rows) - num_dealt) / num_ranks) * num_ranks
+        tokens_each = math.ceil(sum(map(num_tokens, rows[num_dealt:])) / num_smaller)
         # So that no completion is cut by the smaller bound.
         longest = longest_completion(self.waiting, config)
         max_tokens = min(max(tokens_each, longest), config.max_tokens_per_gpu)
-        rows[num:] = micro_batches(self.waiting, max_tokens, config)
+        rows[num_dealt:] = micro_batches(self.waiting, max_tokens, config)
         self.waiting = []
 
         smallest = min(rows, key=num_tokens)
