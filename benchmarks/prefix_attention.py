@@ -525,7 +525,17 @@ def main() -> None:
     if args.against:
         script, seconds = "benchmarks/prefix_attention.py", REPEATS[cases[0][0]][1]
         commands = {
-            shape: ["-c", CPU_CLOCK, script, "--measure", "ours", size, shape, str(seconds), str(tokens)]
+            shape: [
+                "-c",
+                CPU_CLOCK,
+                script,
+                "--measure",
+                "ours",
+                size,
+                shape,
+                str(seconds),
+                str(tokens),
+            ]
             for size, shape, tokens in cases
         }
         beside(args.against, ROOT, commands, 1 if args.quick else 3, args.json)
