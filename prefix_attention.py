@@ -16,6 +16,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, wraps
 from itertools import accumulate, chain, groupby, pairwise
@@ -881,13 +882,11 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
     """Compare log-probs and gradients of shared rows with those of plain ones."""
     base = base_model(model)
     gradients = {weight: weight.grad for weight in base.parameters()}
-    was_training = model.training
-    model.eval()  # dropout would be another one every time
     try:
-        plain, is_half = _trial(model, "eager", example)
-        shared, _ = _trial(model, NAME, example)
+        with evaluating(model):  # dropout would be another one every time
+            plain, is_half = _trial(model, "eager", example)
+            shared, _ = _trial(model, NAME, example)
     finally:
-        model.train(was_training)
         for weight, gradient in gradients.items():
             weight.grad = gradient
 
@@ -914,9 +913,7 @@ def _errors(plain: list[Tensor], shared: list[Tensor], is_half: bool) -> list[fl
 
 
 def _trial(
-    model: Any,
-    attention: str,
-    example: tuple[list[int], dict[str, Any]] | None,
+    model: Any, attention: str, example: tuple[list[int], dict[str, Any]] | None
 ) -> tuple[list[Tensor], bool]:
     """Log-probs and gradients of three groups of random words; True for logits in 16 bits."""
     base = base_model(model)
@@ -948,6 +945,18 @@ def _trial(
         if weight.grad is not None:
             results.append(getattr(weight.grad, "_local_tensor", weight.grad).clone())
     return results, found.dtype in HALF
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode, and after the block each of its modules in the mode it had."""
+    in_train_mode = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in in_train_mode:
+            module.training = True
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -1011,11 +1020,7 @@ def completion_logprobs(
 
 
 def _forward(
-    base: Any,
-    original: Any,
-    *args: Any,
-    asked: _Asked | None = None,
-    **inputs: Any,
+    base: Any, original: Any, *args: Any, asked: _Asked | None = None, **inputs: Any
 ) -> Any:
     """A model's forward; with `asked` it gives log-probs and entropies, each [N]."""
     if asked is None:

@@ -32,6 +32,7 @@ from config import TrainConfig
 from prefix_attention import attach, completion_logprobs, pack
 from recipes.rewards import exact_match
 from training.lora import add_lora
+from training.model import recompute_layers
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 16,
@@ -56,12 +57,12 @@ def measure(fields: dict[str, Any], num_tokens: int) -> tuple[float, float]:
 
     dtype = getattr(torch, config.dtype)
     model: Any = AutoModelForCausalLM.from_config(paper.text_config, dtype=dtype)
-    if config.gradient_checkpoint:
-        options = {"use_reentrant": False}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.eval()
     if config.use_peft:
         model = add_lora(model, config)
-    attach(model.train())
+    if config.gradient_checkpoint:
+        recompute_layers(model)
+    attach(model)
     run_row(model, 64)  # gradients, and what libraries make once
 
     device = torch.device("cpu")

@@ -111,9 +111,8 @@ def make_policy(model: str, config: TrainConfig, device: torch.device) -> Any:
             )
     finally:
         torch.set_default_dtype(before)
-    network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = add_lora(network, config) if config.use_peft else network
-    return attach(parallelize(policy.train(), config, device))
+    return attach(parallelize(policy, config, device))
 
 
 def micro_batch(row: PackedBatch) -> MicroBatch:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from config import TrainConfig, bending
+from prefix_attention import evaluating
 from rollouts.group import Completion, Group, Prompt
 from rollouts.servers import ServerPool
 from training.batching import micro_batches
@@ -63,17 +64,16 @@ class Proofs:
         with ThreadPoolExecutor(64) as threads:
             probes = call_on_main(lambda: list(threads.map(self._probe, servers)))
 
-        # LoRA's dropout would differ from the server, and move the random state of the step.
-        self.policy.eval()
         failures = []
         faults = []
-        for url, completions, failure in probes:  # every rank takes part in every forward
-            if completions:
-                failure = self._difference(completions)
-            failures.append(failure)
-            if failure:
-                faults.append(f"{url}: {failure}")
-        self.policy.train()
+        # LoRA's dropout would differ from the server, and move the random state of the step.
+        with evaluating(self.policy):
+            for url, completions, failure in probes:  # every rank takes part in every forward
+                if completions:
+                    failure = self._difference(completions)
+                failures.append(failure)
+                if failure:
+                    faults.append(f"{url}: {failure}")
 
         if is_first and faults:
             raise ServerError("; ".join(faults))

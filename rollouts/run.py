@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from config import TrainConfig, UserError
@@ -14,6 +15,7 @@ from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Failures, Scorer
 from rollouts.servers import ServerPool
 from training.model import load_model_config
+from utils import naming
 
 PACKAGES = {
     "adam_8bit": "torchao", "base_4bit": "bitsandbytes",
@@ -84,6 +86,18 @@ def check_packages(config: TrainConfig) -> None:
             ) from None
 
 
+def check_saving(processor: Any, config: TrainConfig) -> None:
+    """Save the processor and the model's configuration once, as each checkpoint does.
+
+    Raises:
+        UserError: one of them cannot be saved, as else the end of the training would tell.
+    """
+    model_config, _ = load_model_config(config)
+    with TemporaryDirectory() as folder, naming("model_id: its checkpoints could not be saved"):
+        model_config.save_pretrained(folder)
+        processor.save_pretrained(folder)
+
+
 def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     """Load and check all that rank 0 needs; servers answer then, and are not connected yet.
 
@@ -93,6 +107,7 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     check_packages(config)
     processor = load_processor(config)
     tokenizer = tokenizer_of(processor)
+    check_saving(processor, config)
     pool = ServerPool(config, tokenizer, placeholder_ids(load_model_config(config)[0]))
 
     prompts = data.load_train_set(processor, config)

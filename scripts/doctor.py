@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.common import memory_mb, reset_peak
 from config import TrainConfig, UserError, bending, parse_args
+from prefix_attention import evaluating
 from rollouts.custom import can_teach
 from rollouts.evaluation import Round
 from rollouts.group import Group, Prompt
@@ -246,17 +247,16 @@ class Doctor:
                         parts.append(grad.to("cpu", torch.float64, copy=True))
             found.append(parts)
 
-        self.policy.train(self.config.lora_dropout == 0)  # dropout would be another one every time
         shared = replace(self.config, num_iterations=1, num_minibatches=1, grad_norm=0.0)
         calls = [
             partial(self.train, groups, config)
             for config in (shared, replace(shared, share_prefix=False))
         ]
         hook, pairs = self.optimizer.register_step_pre_hook(keep), []
-        for _ in range(3):  # in turn, as machines are noisy
-            pairs.append([seconds(call, 1) for call in calls])
-            hook.remove()  # gradients of the first pair are enough
-        self.policy.train()
+        with evaluating(self.policy):  # dropout would be another one every time
+            for _ in range(3):  # in turn, as machines are noisy
+                pairs.append([seconds(call, 1) for call in calls])
+                hook.remove()  # gradients of the first pair are enough
         if len(found) < 2:
             raise UserError(
                 "the gradient of a batch is not finite: look at loss_fn and the rewards"

@@ -30,7 +30,7 @@ import prefix_attention
 from config import TrainConfig, UserError
 from prefix_attention import attach, base_model, completion_logprobs, pack
 from training.lora import add_lora
-from training.model import load_model_config
+from training.model import load_model_config, recompute_layers
 
 GB = 1e9
 CONTEXT_GB = 0.6  # CUDA's own, and cuBLAS's workspaces
@@ -143,12 +143,12 @@ class OnPaper:
             model = AutoModelForCausalLM.from_config(
                 deepcopy(self.text_config), dtype=getattr(torch, config.dtype)
             )
-            if config.gradient_checkpoint:
-                options = {"use_reentrant": False}
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            model.eval()
             if config.use_peft:
                 model = add_lora(model, config)
-        return model.train()
+            if config.gradient_checkpoint:
+                recompute_layers(model)
+        return model
 
     @cached_property
     def model(self) -> Any:

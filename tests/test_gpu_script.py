@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -156,8 +157,8 @@ def test_flops_are_those_of_a_forward_and_backward():
     from utils import process_group
 
     with process_group(60) as device:
-        model = make_policy("quick", make_config(False, "bf16"), device)
-        model.gradient_checkpointing_disable()
+        config = replace(make_config(False, "bf16"), gradient_checkpoint=False)
+        model = make_policy("quick", config, device)
         model.set_attn_implementation("eager")
         with FlopCounterMode(display=False) as counter:
             model(torch.zeros(1, 64, dtype=torch.long)).logits.sum().backward()

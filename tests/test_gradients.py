@@ -17,7 +17,14 @@ from helpers import on_ranks
 from safetensors.torch import load_file
 from test_prefix_models import SIZES
 from test_prefix_models import make_model as make_family
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 import prefix_attention
 import train
@@ -25,6 +32,7 @@ from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
 from recipes.losses import entropy_bonus
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
+from rollouts.run import open_run
 from train import loss_normalizer, optimizer_step, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
 from training.lora import add_lora
@@ -559,20 +567,50 @@ def test_optimizer_and_schedules():
     assert [[p.ndim for p in g["params"]] for g in optimizer.param_groups] == [[2], [1]]
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize(
     "found",
-    [{"temperature": 0.9, "top_p": 0.6}, {"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.1}],
+    [
+        {"temperature": 0.9, "top_p": 0.6}, {"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.1}, {"top_h": 0.3},
+        {"typical_p": 0.9}, {"epsilon_cutoff": 0.1}, {"eta_cutoff": 0.1}, {"early_stopping": True},
+        {"length_penalty": 0.8}, {"output_scores": True}, {"pad_token_id": -1}, {"num_beams": 1, "min_p": 0.1},
+    ],
     ids=str,
-)
-def test_a_generation_config_that_could_not_be_saved(models, tmp_path, found):
-    """Sampling without do_sample, as some models have it: the checkpoint after all of the training would fail."""
+)  # fmt: skip
+def test_a_generation_config_that_could_not_be_saved(models, tmp_path, found, file):
+    """Defaults that transformers loads and refuses to save: the checkpoint after all of the training would fail.
+
+    It keeps them, and all others that the model has, and so does a checkpoint of a run that goes on from it.
+    """
     folder = shutil.copytree(models["tied"], tmp_path / "model")
-    (folder / "generation_config.json").write_text(json.dumps(found))
-    load_model(make_config(str(folder))).save_pretrained(tmp_path / "saved")
-    assert (
-        found.items()
-        <= json.loads((tmp_path / "saved" / "generation_config.json").read_text()).items()
-    )
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | found))
+    if file == "config.json":
+        (folder / "generation_config.json").unlink()
+    before = GenerationConfig.from_pretrained(folder, config_file_name=file).to_dict()
+
+    config = make_config(str(folder))
+    load_model(config).save_pretrained(tmp_path / "saved")
+    load_model(config, tmp_path / "saved").save_pretrained(tmp_path / "again")
+    for name in ("saved", "again"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        after = loaded.generation_config.to_dict()
+        assert found.items() <= after.items()
+        assert after["eos_token_id"] == before["eos_token_id"] == 2
+        if file == "generation_config.json":
+            assert after == before
+
+
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerBase, PreTrainedConfig])
+def test_what_could_not_be_saved_is_known_at_the_start(models, monkeypatch, kind):
+    """A tokenizer, a processor or a configuration: one line, before servers are asked or a policy is loaded."""
+
+    def save(*_, **__):
+        raise NotImplementedError("no file\nof a vocabulary")
+
+    monkeypatch.setattr(kind, "save_pretrained", save)
+    cause = "NotImplementedError: no file of a vocabulary$"
+    with pytest.raises(UserError, match=f"^model_id: its checkpoints could not be saved: {cause}"):
+        open_run(make_config(models["tied"], server_timeout=1.0), {"step": 0})
 
 
 def test_attention_with_a_softcap(tmp_path):
@@ -587,28 +625,6 @@ def test_attention_with_a_softcap(tmp_path):
     torch.testing.assert_close(got, expected)
     with pytest.raises(UserError, match="attn_implementation=sdpa leaves out the softcap"):
         load_model(dataclasses.replace(config, attn_implementation="sdpa"))
-
-
-def test_only_loras_own_dropout_stays(models, tmp_path, device):
-    """Two forwards of the policy agree although the model's configuration asks for dropout in its attention."""
-    model = AutoModelForCausalLM.from_pretrained(models["tied"], attention_dropout=0.5)
-    model.save_pretrained(tmp_path)
-    policy = build_policy(make_config(str(tmp_path)), device)
-    ids = torch.arange(5, 25)[None]
-    first, second = policy(input_ids=ids).logits, policy(input_ids=ids).logits
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    plain = AutoModelForCausalLM.from_pretrained(models["tied"])(input_ids=ids).logits
-    torch.testing.assert_close(first, plain, rtol=0, atol=1e-6)
-
-
-def test_routers_without_noise(tmp_path, device):
-    """Mixtral's, which its configuration asks for, would move log-probs from forward to forward."""
-    shape = MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.5)
-    MixtralForCausalLM(shape).save_pretrained(tmp_path)
-    policy = build_policy(make_config(str(tmp_path)), device)
-    ids = torch.arange(5, 25)[None]
-    first, second = policy(input_ids=ids).logits, policy(input_ids=ids).logits
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_adapters_of_experts_are_refused(tmp_path, device):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from test_gradients import make_config
 from test_prefix_models import FAMILIES
 from test_prefix_models import make_model as make_family
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 from config import UserError
 from training.intact import check_complete
 from training.lora import add_lora
-from training.model import build_reference, load_model
+from training.model import build_policy, build_reference, load_model
 from utils import process_group
 
 HEAD = "lm_head.weight"
@@ -94,6 +95,65 @@ def test_what_a_configuration_ties_is_not_missing(models, tmp_path):
         lambda weights: weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)},
     )
     load_model(make_config(old))  # as in checkpoints of 2023
+
+
+def head_beside(change):
+    """The change that adds a head to a file whose configuration ties it to the embedding."""
+
+    def add(weights):
+        return weights | {HEAD: change(weights["model.embed_tokens.weight"])}
+
+    return add
+
+
+def test_a_tied_head_of_its_own_values(models, tmp_path):
+    """As a merge of adapters may leave it: transformers unties it, vLLM does not. Whatever is loaded refuses it."""
+    broken = changed(models["tied"], tmp_path / "broken", head_beside(lambda w: 1.01 * w))
+    message = rf"the weights of {broken} .*tied in config.json, with other values .*: {HEAD}$"
+    with process_group(60) as device:
+        for fields in ({}, {"use_peft": True}, {"use_fsdp": True}, {"dtype": "bfloat16"}):
+            with pytest.raises(UserError, match=message):
+                build_policy(make_config(broken, **fields), device)
+        with pytest.raises(UserError, match=message):  # of a run that goes on
+            build_policy(make_config(models["tied"]), device, checkpoint=Path(broken))
+        with pytest.raises(UserError, match=message):
+            build_reference(
+                None, make_config(models["tied"], beta=0.1, reference_id=broken), device
+            )
+
+    # As the message says, both untie it then.
+    config = Path(broken) / "config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"tie_word_embeddings": False}))
+    head = load_model(make_config(broken)).lm_head.weight
+    assert torch.equal(head, load_file(f"{broken}/model.safetensors")[HEAD])
+
+
+def test_a_tied_bias_of_its_own_values(tmp_path):
+    """Other families tie more than the head's weight."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48}
+    shape = BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, is_decoder=True)
+    BertLMHeadModel(shape).save_pretrained(tmp_path / "model")
+    load_model(make_config(str(tmp_path / "model")))
+    broken = changed(
+        tmp_path / "model",
+        tmp_path / "broken",
+        lambda weights: weights | {"cls.predictions.decoder.bias": torch.ones(99)},
+    )
+    with pytest.raises(UserError, match=r"with other values .*: cls.predictions.decoder.bias$"):
+        load_model(make_config(broken))
+
+
+def test_a_tied_head_of_the_same_values(models, tmp_path):
+    """A copy, as many files have it, and a head alone, are one matrix with the embedding."""
+    copied = changed(models["tied"], tmp_path / "copied", head_beside(torch.clone))
+    alone = changed(copied, tmp_path / "alone", without("model.embed_tokens."))
+    expected = load_model(make_config(models["tied"])).lm_head.weight
+    for path in (copied, alone):
+        model = load_model(make_config(path))
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+        assert torch.equal(model.lm_head.weight, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

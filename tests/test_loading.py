@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import vision_models
 from helpers import on_ranks
-from safetensors.torch import load_file, save_file
 from test_gradients import (
     ADVANTAGES,
     assert_same,
@@ -24,7 +23,7 @@ from test_gradients import (
 from test_prefix_models import FAMILIES
 from test_prefix_models import make_model as make_family
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config import UserError
 from training import model as model_module
@@ -236,21 +235,6 @@ def test_offload_and_time_outs_reach_the_shards(models, monkeypatch):
     kinds = [type(given["offload_policy"]).__name__ for given in asked]
     assert kinds == ["OffloadPolicy"] * (len(kinds) // 2) + ["CPUOffloadPolicy"] * (len(kinds) // 2)
     assert limits == [77.0] * 4
-
-
-def test_a_head_that_only_the_configuration_ties_is_refused(models, tmp_path):
-    """Both matrices are in the checkpoint, and differ: shards would take one of them for both, without a word."""
-    model = AutoModelForCausalLM.from_pretrained(models["untied"])
-    model.config.tie_word_embeddings = True
-    model.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    saved["lm_head.weight"] = saved["model.embed_tokens.weight"] + 1.0
-    save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
-    AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(tmp_path)
-    with process_group(60) as device:
-        build_policy(make_config(str(tmp_path)), device)  # whole, it is what transformers loads
-        with pytest.raises(UserError, match="holds lm_head.weight beside what they are tied to"):
-            build_policy(make_config(str(tmp_path), use_fsdp=True), device)
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "fp8"])

@@ -563,10 +563,12 @@ def test_verification_restores_everything():
     model = get_peft_model(
         make_model("Llama"), LoraConfig(target_modules="all-linear", lora_dropout=0.5)
     ).train()
+    model.get_submodule("base_model.model.model.layers.0").eval()
+    modes = [module.training for module in model.modules()]
     weight = next(parameter for name, parameter in model.named_parameters() if "lora_B" in name)
     weight.grad = torch.ones_like(weight)
     attach(model, verify=True)
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     assert torch.equal(weight.grad, torch.ones_like(weight))
     broken = make_model("Qwen3")
     broken.model.rotary_emb.forward = lambda x, position_ids: 1 / 0

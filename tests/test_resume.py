@@ -150,6 +150,29 @@ def test_a_moving_reference_is_the_same_on_shards(start, tmp_path, own):
         torch.testing.assert_close(weight, expected[name], rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("own", [[], ["--use_peft", "true"]], ids=["whole", "lora"])
+def test_sampling_defaults_that_transformers_does_not_save(models, tmp_path, own):
+    """The run of such a model saves, goes on, and its checkpoint has the defaults that the model has."""
+    folder = tmp_path / "greedy"
+    shutil.copytree(models["untied"], folder)
+    file = "generation_config.json"
+    found = json.loads((folder / file).read_text()) | {"min_p": 0.05, "pad_token_id": -1}
+    (folder / file).write_text(json.dumps(found))
+    path = tmp_path / f"recipe_{tmp_path.name}.py"
+    with fake_server(str(folder), answer_in(0.02)) as server:
+        path.write_text(
+            RECIPE.format(model=str(folder), urls=[server.url], output=str(tmp_path / "run"))
+        )
+        for steps in ("1", "2"):
+            command = [path, "--max_steps", steps, "--resume_from_checkpoint", "auto", *own]
+            main(parse_args([*map(str, command)]))
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert (checkpoint / "tokenizer.json").exists()
+    if not own:
+        assert json.loads((checkpoint / file).read_text()) == found
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
 def chosen(command):
     """The checkpoint that a command goes on from."""
     return find_start(with_bf16(parse_args(command)))[0]

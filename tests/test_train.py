@@ -349,7 +349,7 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
     [
         (
             ["--reward_funcs", "broken"],
-            r"error: reward broken on (dataset )?row \d+ (of eval_dataset_id )?raised ZeroDivisionError",
+            r"error: reward broken on (dataset row \d+|row \d+ of \w+) raised ZeroDivisionError",
         ),
         (
             ["--model_id", "/nowhere"],

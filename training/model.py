@@ -24,7 +24,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from torch.utils.checkpoint import checkpoint as run_checkpointed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from config import TrainConfig, UserError
@@ -68,20 +75,17 @@ def build_policy(
     # Weights in 4 bits cannot be broadcast from rank 0: every rank loads its own.
     on_meta = not is_main() and not config.base_4bit
     model = load_model(config, None if config.use_peft else checkpoint, on_meta)
-    if config.gradient_checkpoint:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
     frozen = frozen_modules(model, config, has_images=example is not None)
     for name in frozen:
         for weight in model.get_submodule(name).parameters(recurse=False):
             weight.requires_grad_(False)
 
-    if config.use_peft:
+    if config.use_peft:  # what it adds is in train mode, for its own dropout
         model = add_lora(model, config, frozen, checkpoint)
     if example:
         freeze_unused(model, example)
         run_tower_always(model, example, device)
-    return parallelize(model.train(), config, device)
+    return parallelize(model, config, device)
 
 
 def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = None) -> TrainConfig:
@@ -121,7 +125,7 @@ def build_reference(
         without_adapter = model.disable_adapter
     else:
         named = replace(config, model_id=config.reference_id or config.model_id, base_4bit=False)
-        model = load_model(named, on_meta=not is_main()).requires_grad_(False).eval()
+        model = load_model(named, on_meta=not is_main()).requires_grad_(False)
         if example:
             run_tower_always(model, example, device)
         model = parallelize(model, named, device)
@@ -196,9 +200,10 @@ def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
 
 
 def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: bool = False) -> Any:
-    """Load a model on the CPU, without dropout and noise.
+    """Load a model on the CPU, in eval mode: without dropout, noise and skipped layers.
 
-    `on_meta` gives its shapes alone.
+    With them log-probs would differ from the server's, and from forward to forward. `on_meta` gives
+    its shapes alone.
     """
     disable_progress_bar()  # ours is the one to watch
     model_config, model_class = load_model_config(config)
@@ -230,29 +235,25 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
         )
     if not on_meta:
         reshaped = {name for name, _, _ in found["mismatched_keys"]}
-        check_complete(source, found["missing_keys"], found["unexpected_keys"], reshaped)
+        # What the file has with other values transformers unties, and vLLM does not.
+        tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+        untied = tied.keys() - model.all_tied_weights_keys.keys()
+        check_complete(source, found["missing_keys"], found["unexpected_keys"], reshaped, untied)
     if config.base_4bit:
         use_differentiable_layout(model)
-    _turn_noise_off(model)
-    generation: Any = getattr(model, "generation_config", None)
-    try:
-        if generation:
-            generation.validate(strict=True)
-    except ValueError:  # defaults of sampling could not be saved without this
-        generation.do_sample = True
-    return model
+    if model.can_generate():
+        model.generation_config = KeptDefaults.from_dict(model.generation_config.to_dict())
+    return model.eval()
 
 
-def _turn_noise_off(model: nn.Module) -> None:
-    """Set dropout and noise to 0."""
-    # Else log-probs would differ from the server's, and between forwards.
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            is_noise = "dropout" in name or name in ("jitter_noise", "input_jitter_noise")
-            if is_noise and isinstance(value, float):
-                setattr(module, name, 0.0)
+class KeptDefaults(GenerationConfig):
+    """A model's defaults of sampling, which training does not use and checkpoints keep.
+
+    transformers loads some that it refuses to save.
+    """
+
+    def validate(self, *_: Any, **__: Any) -> None:
+        """Take them as they are."""
 
 
 # -- Over the ranks --------------------------------------------------------------------------------
@@ -267,6 +268,8 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     if config.torch_compile:
         for layer in _layers(model):
             layer.forward = torch.compile(layer.forward, dynamic=True)
+    if config.gradient_checkpoint:
+        recompute_layers(model)
     if dist.get_world_size() == 1 and not config.use_fsdp:
         return model.to(device)
 
@@ -313,18 +316,29 @@ def _spread(model: Any, config: TrainConfig, device: torch.device) -> None:
             tensor.data = values  # buffers are on the device with `fsdp_offload`, too
         del values  # as there may be no room for two
 
-    if whole:
-        # Names that `tie_weights` joined, of which the checkpoint has two tensors.
-        raise UserError(
-            f"model_id={config.model_id} holds {', '.join(whole)} beside what they are tied to: "
-            "untie them"
-        )
-
 
 def _layers(model: Any) -> list[nn.Module]:
     """Layers of the decoder and of a tower, which transformers never splits."""
     kinds = base_model(model)._no_split_modules or ()
     return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+def recompute_layers(model: Any) -> None:
+    """Let each layer keep its inputs alone, and run again in the backward.
+
+    transformers' own switch works in train mode, with its dropout and noise.
+
+    Raises:
+        UserError: the model has no layers that are known.
+    """
+    known = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = known or _layers(model)  # the latter where the model has code of its own
+    if not layers:
+        raise UserError("gradient_checkpoint: this model names no layers: leave it off")
+    for layer in layers:
+        layer.forward = partial(run_checkpointed, layer.forward, use_reentrant=False)
+    base = base_model(model)
+    base.forward = partial(base.forward, use_cache=False)  # which they would fill twice
 
 
 def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:

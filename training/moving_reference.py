@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from config import TrainConfig
-from prefix_attention import PackedBatch
+from prefix_attention import PackedBatch, evaluating
 from weights.publish import unwrap
 
 
@@ -60,11 +60,10 @@ class MovingReference:
 
         kept = {name: _local(weight).clone() for name, weight in self.policy_weights.items()}
         self._set_policy(self.weights)
-        self.model.eval()  # without dropout
         try:
-            return self.logprobs_of(self.model, row, images)
+            with evaluating(self.model):  # without dropout
+                return self.logprobs_of(self.model, row, images)
         finally:
-            self.model.train()
             self._set_policy(kept)
 
     def _set_policy(self, values: dict[str, Tensor]) -> None:
