@@ -40,6 +40,8 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
+HERE = Path(__file__).resolve().parent
+
 
 class UserError(ValueError):
     """A user's mistake; the one-line message names the mistake and its cure."""
@@ -47,11 +49,21 @@ class UserError(ValueError):
 
 @contextmanager
 def _one_line_errors(values: dict[str, Any]) -> Iterator[None]:
-    """Turn pydantic's errors about the fields' values into a `UserError` of one line."""
+    """Turn errors about the fields' names, or pydantic's about values, into one line.
+
+    Raises:
+        UserError: it names all unknown fields, or else the first value that is wrong.
+    """
+    unknown = []
     for name in sorted(values.keys() - _FIELDS.keys()):
         (nearest,) = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0)
-        hint = _GONE.get(name, f"did you mean {nearest}? --help lists them all")
-        raise UserError(f"unknown field {name}: {hint}")
+        hint = _HINTS.get(
+            name.rpartition(".")[2],  # verl's names have dots
+            f"did you mean {nearest}? --help lists them all",
+        )
+        unknown.append(f"unknown field {name}: {hint}")
+    if unknown:
+        raise UserError("; ".join(unknown))
 
     try:
         yield
@@ -62,7 +74,9 @@ def _one_line_errors(values: dict[str, Any]) -> Iterator[None]:
             raise first["ctx"]["error"] from None
 
         name = str(first["loc"][0])
-        raise UserError(f"{name}={values.get(name)!r}: {first['msg']}") from None
+        value = values.get(name)
+        hint = _HINTS.get(f"{name}={value}", "--help explains it")
+        raise UserError(f"{name}={value!r}: {first['msg']}; {hint}") from None
 
 
 class _OneLineErrors(type):
@@ -109,20 +123,8 @@ _OWN_PARAMETERS = {
     "stream_interval", "skip_clone", "trace_decode_token_ids", "watermarking",
 }  # fmt: skip
 _SAMPLING_FIELDS = "num_generations, max_completion_len, temperature, top_k and stop are fields"
-# Fields of earlier versions, and what takes their place.
-_GONE = {
-    "stale_policy": "it is gone, as groups train in their order now: leave it out; a rollout_fn"
-    " that may hang needs a time-out of its own",
-    "dataset_config": "give dataset_id=name:subset",
-    "dataset_split": "give dataset_id=name:subset:split, or name::split",
-    "eval_dataset_split": "give eval_dataset_id=name:subset:split, or name::split",
-    "max_dropped_batches": "it is 10 (rollouts/stream.py)",
-    "max_skipped_steps": "it is 10 (train.py)",
-    "probe_steps": "it is 20 (rollouts/rollouts.py)",
-    "save_rollouts": "set --parts recipes.replay.save",
-    "replay": "run `python -m recipes.replay FOLDER recipe.py`",
-    "reference_urls": "set parts=[recipes.teacher.Teacher(url, ...)] in the recipe",
-}
+# What to do in place of fields of earlier versions, of TRL's and verl's names, and of values.
+_HINTS: dict[str, str] = json.loads((HERE / "docs" / "elsewhere.json").read_text())
 # Fields that nothing reads while others have these values.
 _UNREAD = {
     "use_peft=False": "lora_rank lora_alpha lora_dropout lora_target_modules base_4bit",
@@ -264,7 +266,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     see `recipes/teacher.py`, `recipes/replay.py`."""
     max_staleness: NonNegativeInt = 1
     """Policy versions that a completion's oldest token may lie behind the policy that it trains;
-    0 is synchronous."""
+    0 is synchronous, and what scripts/launch.py sets where both sides share a GPU."""
     inflight_updates: bool = True
     """Update weights in the middle of completions, which go on under the new ones;
     False waits for their end."""
@@ -310,7 +312,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Function in place of `train.grpo_loss`, with its arguments and results, and with
     differentiable entropies where it has an argument `entropy`. See `recipes/own_loss.py`."""
     advantage_fn: Function | None = None
-    """`f(rewards, groups) -> advantages` of a whole batch in place of `compute_advantages`:
+    """`f(rewards, groups) -> advantages` of a whole batch in place of `train.compute_advantages`:
     `recipes/advantages.py`."""
     importance_level: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO) or the geometric mean of a completion's (GSPO)."""
@@ -346,9 +348,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     None: it stays as it is."""
     reference_steps: PositiveInt = 1
     """Steps after each of which it does so."""
-    kl_gradient: Literal["forward", "reverse"] = "forward"
-    """forward: that of k3, KL(reference || policy), as DeepSeekMath has it.
-    reverse: times the ratio, as TRL has it."""
+    kl_gradient: Literal["forward", "reverse"] = "reverse"
+    """reverse: that of k3 times the ratio, KL(policy || reference), as TRL has it.
+    forward: that of k3 alone, KL(reference || policy)."""
     num_iterations: PositiveInt = 1
     """Passes over each batch of completions."""
     num_minibatches: PositiveInt = 1
@@ -498,15 +500,20 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     def _refuse_settings_without_effect(self) -> None:
         """Raise `UserError` for a changed field that another setting leaves unread."""
-        values = {f"{name}={value}" for name, value in vars(self).items()}
-        for condition, fields in _UNREAD.items():
-            if not values.issuperset(condition.split(" and ")):
-                continue
-            for name in sorted(changed_fields(self).intersection(fields.split())):
+        for name, condition in self.unread():
+            if name in changed_fields(self):
                 raise UserError(
                     f"{name} has no effect with {condition}: leave it at its default, "
                     f"{_DEFAULTS[name]}"
                 )
+
+    def unread(self) -> Iterator[tuple[str, str]]:
+        """The fields that nothing reads, each with the settings that leave it so."""
+        values = {f"{name}={value}" for name, value in vars(self).items()}
+        for condition, fields in _UNREAD.items():
+            if values.issuperset(condition.split(" and ")):
+                for name in fields.split():
+                    yield name, condition
 
     @property
     def clip_low(self) -> float:
@@ -643,7 +650,7 @@ def load_recipe(path: str) -> ModuleType:
     file = Path(path).resolve()
     if not file.is_file() or not re.fullmatch(r"[^.]+\.py", file.name):
         raise UserError(f"recipe {path}: no such file, or none named NAME.py without further dots")
-    folder = Path(__file__).resolve().parent
+    folder = HERE
     if not file.is_relative_to(folder):
         folder = file.parent
         sys.path.append(str(folder))  # the last place, as it must hide no library

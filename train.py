@@ -7,7 +7,7 @@ In reading order: advantages, the loss and its corrections, one step, the loop (
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -47,6 +47,8 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
     Args:
         rewards: [num_groups, num_generations], of a floating type; NaN where a completion has none.
+            All of a batch, if `scale` is batch. Otherwise each group must get what it gets alone,
+            or `set_advantages` raises an error: an `advantage_fn` always has the whole batch.
         scale: `group` divides by the group's own standard deviation (unbiased), `batch` by that of
             all rewards, `none` by nothing (Dr. GRPO, arXiv:2503.20783).
 
@@ -61,29 +63,35 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
         std = rewards[valid].std() if valid.sum() > 1 else rewards.new_zeros(())
     else:
         degrees = (valid.sum(dim=1, keepdim=True) - 1).clamp(min=1)
-        std = (centred.nan_to_num(0.0).square().sum(dim=1, keepdim=True) / degrees).sqrt()
+        std = (centred.square().nansum(dim=1, keepdim=True) / degrees).sqrt()
     return (centred / (std + 1e-4)).nan_to_num(0.0)
 
 
 def set_advantages(groups: list[Group], config: TrainConfig) -> None:
-    """Fill in the advantages of groups: a whole batch, if `config.weighs_whole_batch`.
+    """Fill in the advantages of a batch's groups: of all, if `config.weighs_whole_batch`.
+
+    Otherwise a group's are its own, as it may train before the others have come.
 
     Raises:
-        UserError: `advantage_fn` gives no finite numbers in the shape of the rewards.
+        UserError: `advantage_fn` gives no finite numbers in the shape of the rewards, or a changed
+            `compute_advantages` looks at other groups where these may be missing.
     """
-    parts = [groups]
-    # In one tensor, rounding would depend on which groups arrived together.
+    rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
+    if config.advantage_fn:
+        advantages = own_advantages(rewards, groups, config)
+    else:
+        advantages = compute_advantages(rewards, config.scale_rewards)
     if not config.weighs_whole_batch:
-        parts = [[group] for group in groups]
-
-    for part in parts:
-        rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
-        if config.advantage_fn:
-            advantages = own_advantages(rewards, part, config)
-        else:
-            advantages = compute_advantages(rewards, config.scale_rewards)
-        for group, group_advantages in zip(part, advantages.tolist(), strict=True):
-            group.advantages = group_advantages
+        alone = [compute_advantages(row, config.scale_rewards) for row in rewards.split(1)]
+        if not torch.allclose(torch.cat(alone), advantages, equal_nan=True):
+            raise UserError(
+                "compute_advantages gives a group other advantages in its batch than alone: make it"
+                " an advantage_fn, which gets whole batches"
+            )
+        # In one tensor, rounding would depend on which groups arrived together.
+        advantages = torch.cat(alone)
+    for group, group_advantages in zip(groups, advantages.tolist(), strict=True):
+        group.advantages = group_advantages
 
 
 # -- The loss and its corrections ------------------------------------------------------------------
@@ -120,8 +128,9 @@ def grpo_loss(
     over the completion, with the gradient of the token's own log-prob (GSPO-token,
     arXiv:2507.18071). A token's loss is -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first
     term (arXiv:2505.07291), or for cispo (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. To it come
-    β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1, for kl_gradient reverse times the token's
-    own ratio. For loss_type grpo it is divided by the trained tokens of its completion.
+    β·k3 times the token's own ratio (for kl_gradient forward without it), with
+    k3 = exp(ref - logprobs) - (ref - logprobs) - 1. For loss_type grpo it is divided by the trained
+    tokens of its completion.
 
     Args:
         logprobs: [N], one per completion token, nats, under the policy; they alone have a gradient.
@@ -231,7 +240,7 @@ def arriving_rows(rollouts: Rollouts, config: TrainConfig) -> Iterator[MicroBatc
     dealer = Dealer(dist.get_world_size(), config)
 
     def deal(groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:
-        set_advantages(groups, config)
+        set_advantages(dealer.added + groups, config)  # of the batch so far
         return dealer.deal(groups, is_complete)
 
     is_complete = False
@@ -256,7 +265,12 @@ def train_batch(
     if config.updates_per_batch > 1:  # with one, the rows are iterated over only once
         rows = list(rows)
         if config.old_logprobs == "trainer":
-            keep_trainer_logprobs(policy, rows, config, device)
+            for row in rows:
+                moved = row.to(device)
+                with torch.no_grad():
+                    row.trainer_logprobs = token_logprobs(
+                        policy, moved.packed, moved.images, config
+                    )
 
     for _ in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
@@ -280,17 +294,6 @@ def train_batch(
     metrics["skipped_steps"] = sum(not math.isfinite(norm) for norm in grad_norms)
     metrics["learning_rate"] = learning_rate
     return metrics, gaps
-
-
-def keep_trainer_logprobs(
-    policy: Any, rows: Sequence[MicroBatch], config: TrainConfig, device: torch.device
-) -> None:
-    """Fill in the trainer's log-probs before the first update."""
-    for row in rows:
-        on_device = row.to(device)
-        with torch.no_grad():
-            logprobs = token_logprobs(policy, on_device.packed, on_device.images, config)
-        row.trainer_logprobs = logprobs
 
 
 def add_gradient(

@@ -5,9 +5,10 @@
     python scripts/launch.py recipe.py --print                          # the commands, to run by hand
     python scripts/launch.py recipe.py --slurm job.sh --server_nodes 1 --trainer_nodes 2
 
-Each gets its own GPUs, the servers first; with one GPU in all, one server and one rank share it; with none, they share
-the CPU cores. A server that dies is started again, and given up if that was less than ten minutes ago. All other
-options are fields of TrainConfig, as of `train.py`.
+Each gets its own GPUs, the servers first. With one GPU in all, one server and one rank share it, and max_staleness is 0
+where neither the command line nor the recipe sets it; with none, they share the CPU cores. A server that dies is
+started again, and given up if that was less than ten minutes ago. All other options are fields of TrainConfig, as of
+`train.py`.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import signal
 import socket
@@ -24,7 +26,7 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -35,7 +37,7 @@ from filelock import FileLock, Timeout
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config import TrainConfig, UserError, lora_options, parse_args
+from config import TrainConfig, UserError, changed_fields, lora_options, parse_args
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Command = tuple[list[str], dict[str, str]]  # its words, and what it needs in its environment
@@ -135,6 +137,16 @@ def shares(gpus: list[str], sizes: list[int]) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[end - size : end])} for end, size in ends]
 
 
+def says_staleness(words: list[str], config: TrainConfig) -> bool:
+    """True where a run's arguments or its recipe say how far rollouts run ahead, if only that it is the default."""
+    if changed_fields(config) & {"max_staleness", "inflight_updates"}:
+        return True
+    given = [word.replace("-", "_").startswith("__max_staleness") for word in words]
+    is_recipe = bool(words) and not words[0].startswith("-")
+    text = Path(words[0]).read_text() if is_recipe else ""
+    return any(given) or re.search(r"\bmax_staleness\W{0,3}[=:]", text) is not None
+
+
 def base_folder(config: TrainConfig) -> str:
     """Where the servers find the base of `base_4bit`, dequantized."""
     return os.path.join(config.output_dir, "base")
@@ -199,6 +211,10 @@ def commands(
 
     words = server_words(args, config, bool(gpus)) if given else []
     is_shared = bool(gpus) and env in given  # a server has the trainer's GPU
+    if is_shared and not says_staleness(trainer[1:], config):
+        # Side by side each slows the other by more than it hides (docs/results.md).
+        trainer = [*trainer, "--max_staleness", "0"]
+        config = replace(config, max_staleness=0)
     if args.sleep and not is_shared:
         raise UserError("--sleep: server and trainer share no GPU here")
     if args.sleep and config.max_staleness > 0:

@@ -72,6 +72,10 @@ def test_overrides(words, field, value):
     ("words", "message"),
     [
         (["--lerning_rate", "1"], "unknown field lerning_rate: did you mean learning_rate?"),
+        (
+            ["--lerning_rate", "1", "--batch_sise=2"],
+            "unknown field batch_sise: did you mean batch_size? --help lists them all; unknown field lerning_rate: did",
+        ),
         (["--bf16", "3"], "bf16='3': Input should be a valid boolean"),
         (["--batch_size", "2.5"], "batch_size='2.5': Input should be a valid integer"),
         (["--loss_type", "ppo"], "loss_type='ppo': Input should be 'grpo', "),
@@ -202,7 +206,7 @@ def test_overrides(words, field, value):
         (["--reward_funcs", "os.path.exists,os.path.exists"], "each needs a __name__ of its own"),
         (["--reward_funcs", "os.path"], "Input should be callable"),
         (["--epsilon", "1"], "epsilon must be below 1, but for loss_type=cispo"),
-        (["--kl_gradient", "reverse"], "kl_gradient has no effect with beta=0.0"),
+        (["--kl_gradient", "forward"], "kl_gradient has no effect with beta=0.0"),
         (
             ["--advantage_fn", "os.path.exists", "--scale_rewards", "none"],
             "scale_rewards has no effect with advantage",

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from doctor import Parts, fitting_tokens, line, predict
+from doctor import Parts, fitting_tokens, line, other_staleness, predict
 from helpers import RECIPE, ROOT, on_forked_ranks
 
 DOCTOR = ROOT / "scripts" / "doctor.py"
@@ -81,6 +81,16 @@ def test_a_batch_that_is_one_request():
     )
     assert predict(parts, 1, 0).step_s == pytest.approx(24)
     assert predict(parts, 1, 1) == pytest.approx((12, 1 / 3, 0))
+
+
+def test_which_staleness_is_faster():
+    """By hand: in turns 1 + 4 + 3 + 1 s, or, one side hidden, (4 + 1) s times the slowdown."""
+    parts = PARTS._replace(rows=[1.0])
+    assert other_staleness(parts, 1, 0) == (1, pytest.approx(1 - 7.5 / 9))
+    assert other_staleness(parts, 1, 1) == (0, pytest.approx(1 - 9 / 7.5))
+    shared = parts._replace(slowdown=2.0)  # each takes twice as long beside the other
+    assert other_staleness(shared, 1, 1) == (0, pytest.approx(1 - 9 / 10))
+    assert other_staleness(shared, 1, 0) == (1, pytest.approx(1 - 10 / 9))
 
 
 def test_a_run_without_servers(tmp_path):

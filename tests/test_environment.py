@@ -354,3 +354,30 @@ def test_a_run_goes_on_with_the_other_bf16(models, recipe, tmp_path):
             match="was trained with bf16=True, not False: use that, or another output_dir",
         ):
             find_start(parse_args([*command, *other]))
+
+
+def test_a_run_goes_on_where_a_setting_without_effect_differs(models, recipe, tmp_path):
+    """Defaults of an earlier version, which nothing reads there and nothing may set; where they are read, it is refused."""
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        command = [recipe(server), "--max_steps", "1", "--resume_from_checkpoint", "auto"]
+        main(parse_args(command))
+    saved = tmp_path / "run" / "checkpoint-1"
+    path = saved / "trainer" / "config.json"
+    written = json.loads(path.read_text())
+    unread = {
+        "kl_gradient": "forward",
+        "lora_rank": 8,
+        "correction_floor": 0.1,
+        "reference_steps": 3,
+    }
+    path.write_text(json.dumps(written | unread))
+    assert find_start(parse_args(command))[0] == saved
+    path.write_text(json.dumps(written | {"correction_cap": 3.0}))
+    with pytest.raises(UserError, match="was trained with correction_cap=3.0, not 2.0"):
+        find_start(parse_args(command))
+    path.write_text(json.dumps(written | {"kl_gradient": "forward", "beta": 0.1}))
+    with pytest.raises(UserError, match="was trained with kl_gradient=forward, not reverse"):
+        find_start(parse_args([*command, "--beta", "0.1"]))
+    assert (
+        find_start(parse_args([*command, "--beta", "0.1", "--kl_gradient", "forward"]))[0] == saved
+    )

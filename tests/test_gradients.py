@@ -791,7 +791,8 @@ def test_several_updates_on_one_batch(models, device):
                     ratio = (now[t] - old[i][t]).exp()
                     gap = ref[i][t] - now[t]
                     k3 = gap.exp() - gap - 1
-                    total = total - torch.min(ratio * a, ratio.clamp(0.95, 1.05) * a) + 0.3 * k3
+                    total = total - torch.min(ratio * a, ratio.clamp(0.95, 1.05) * a)
+                    total = total + 0.3 * ratio * k3
                     kl += k3.item()
                     clipped += (ratio.item() < 0.95 and a < 0) or (ratio.item() > 1.05 and a > 0)
             steps.zero_grad()

@@ -273,7 +273,8 @@ def run(
 @pytest.mark.parametrize(("loss_fn", "plain"), [*zip(LOSSES, PLAIN, strict=True)])
 def test_losses(loss_fn, plain, loss_type, beta):
     """Values, gradients and counts; a completion's tokens share its weight in `grpo`."""
-    config = make_config(loss_type=loss_type, beta=beta, epsilon=0.2, epsilon_high=0.25)
+    fields = {"kl_gradient": "forward"} if beta else {}
+    config = make_config(loss_type=loss_type, beta=beta, epsilon=0.2, epsilon_high=0.25, **fields)
     loss, gradient, counts, kl = 0.0, [0.0] * len(OLD), dict.fromkeys(TOUCHED[loss_fn], 0.0), 0.0
     for i in TRAINED:
         value, slope, touched = plain(config, i)

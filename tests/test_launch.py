@@ -200,6 +200,58 @@ def test_one_gpu_is_shared(my_recipe):
     assert option(server, "--gpu-memory-utilization") == "0.35"
 
 
+UNSAID = "max_staleness=0,"  # of `helpers.RECIPE`
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "given"),
+    [
+        ("", [], ["0"]),
+        ("", ["--max_steps", "2", "--output_dir", "max_staleness_1"], ["0"]),
+        ("", ["--sleep"], ["0"]),
+        ("", ["--doctor"], ["0"]),
+        ("", ["--max_staleness", "1"], ["1"]),
+        ("", ["--max-staleness=2"], ["2"]),
+        ("", ["--inflight_updates", "false"], []),  # which reads it
+        ("max_staleness=1,", [], []),
+        ("max_staleness = 1,", ["--max_steps", "2"], []),
+        ("**{'max_staleness': 1},", [], []),
+        ("max_staleness=2,", [], []),
+        ("max_staleness=1,", ["--max_staleness=0"], ["0"]),
+    ],
+)
+def test_on_one_gpu_both_take_turns(my_recipe, said, words, given):
+    """Unless the command line or the recipe says how far rollouts run ahead, if only the default."""
+    text = Path(my_recipe).read_text()
+    assert UNSAID in text
+    Path(my_recipe).write_text(text.replace(UNSAID, said))
+    _, (_, trainer) = made(my_recipe, *words, gpus="3")
+    flags = [word.replace("-", "_") for word in trainer]
+    found = [
+        word.partition("=")[2] or trainer[place + 1]
+        for place, word in enumerate(trainer)
+        if flags[place].startswith("__max_staleness")
+    ]
+    assert found == given
+    if "--sleep" in words:
+        return
+    fields = [word for word in words if word != "--doctor"]
+    for gpus in ("", "0,1"):  # where they share none, nothing is added
+        _, (_, apart) = made(my_recipe, *words, gpus=gpus)
+        assert apart[2 : apart.index("--vllm_urls")] == [my_recipe, *fields]
+
+
+def test_a_recipe_built_on_another_says_it_too(my_recipe, tmp_path):
+    """By its value, where that is not the default."""
+    mine = tmp_path / f"built_{tmp_path.name}.py"
+    text = Path(my_recipe).read_text()
+    for said, given in (("max_staleness=2,", []), ("", ["--max_staleness", "0"])):
+        Path(my_recipe).write_text(text.replace(UNSAID, said))
+        mine.write_text(f"from {Path(my_recipe).stem} import config\n")
+        _, (_, trainer) = made(str(mine), gpus="3")
+        assert trainer[3 : trainer.index("--vllm_urls")] == given
+
+
 def test_a_run_without_servers(my_recipe):
     with open(my_recipe, "a") as file:
         file.write("from dataclasses import replace\n")

@@ -92,6 +92,58 @@ def test_advantages_of_groups_and_of_a_batch():
     assert equal.advantages == [0.0] * 4
 
 
+BEYOND_THE_GROUP = {  # changes of `compute_advantages` as people make them
+    "normalized over the batch": lambda rewards, scale: (rewards - rewards.mean()) / rewards.std(),
+    "the batch's mean": lambda rewards, scale: rewards - rewards.nanmean(),
+    "the batch's scale": lambda rewards, scale: compute_advantages(rewards) / rewards.abs().amax(),
+    "ranks": lambda rewards, scale: rewards.flatten().argsort().argsort().view_as(rewards).double(),
+    "the number of groups": lambda rewards, scale: compute_advantages(rewards) / len(rewards),
+}
+
+
+@pytest.mark.parametrize("changed", BEYOND_THE_GROUP.values(), ids=BEYOND_THE_GROUP.keys())
+def test_advantages_beyond_the_group_need_the_batch(changed, monkeypatch):
+    """`compute_advantages` gets groups as they come: looking at others is refused, unless the batch is handed over."""
+    monkeypatch.setattr(train, "compute_advantages", changed)
+    rewards = [[1.0, 0.0, 0.5, 0.0], [3.0, 7.0, 2.0, 1.0], [0.0, 1.0, 1.0, 9.0]]
+    for scale in ("group", "none"):
+        with pytest.raises(UserError, match="^compute_advantages gives .* make it an advantage_fn"):
+            set_advantages(scored(*rewards), make_config(scale_rewards=scale))
+    own = make_config(advantage_fn=lambda rewards, groups: changed(rewards, "group"))
+    for config in (own, make_config(scale_rewards="batch")):
+        groups = scored(*rewards)
+        set_advantages(groups, config)
+        wanted = changed(torch.tensor(rewards, dtype=torch.float64), "group")
+        assert [group.advantages for group in groups] == wanted.tolist()
+
+
+def test_advantages_within_the_group_are_free(monkeypatch):
+    """To the bit the same for any groups that come together."""
+    rewards = [[0.1 * i * j % 0.7 for j in range(8)] for i in range(1, 20)]
+    rewards[3][2] = NAN
+    for changed in (compute_advantages, lambda r, scale: r.nan_to_num(0.0).softmax(1) - 1 / 8):
+        monkeypatch.setattr(train, "compute_advantages", changed)
+        together, alone = scored(*rewards), scored(*rewards)
+        set_advantages(together, make_config())
+        for group in alone:
+            set_advantages([group], make_config())
+        assert [group.advantages for group in together] == [group.advantages for group in alone]
+
+
+@pytest.mark.parametrize("max_tokens", [13, 16384])
+def test_a_run_whose_groups_come_one_by_one_checks_the_batch(
+    max_tokens, models, recipe, monkeypatch
+):
+    """Rows train before the batch is there; the run ends with the step at the latest."""
+    monkeypatch.setattr(
+        train, "compute_advantages", lambda rewards, scale: rewards - rewards.mean()
+    )
+    with fake_server(models["untied"], lambda ids, number: (said(ids, number), 0.0)) as one:
+        words = [recipe(one), "--max_steps", "1", "--max_completion_len", "9"]
+        with pytest.raises(UserError, match="gives a group other advantages in its batch"):
+            main(parse_args([*words, "--max_tokens_per_gpu", str(max_tokens)]))
+
+
 # -- losses ----------------------------------------------------------------------------------------------------------
 # Three completions of 2, 1 and 2 tokens. Ratios and advantages are chosen so that every branch of the clip occurs; the
 # last token is masked.
@@ -230,7 +282,9 @@ def test_which_kl_the_gradient_is_of(direction):
         else (logprobs.exp() * (logprobs - ref))
     )
     (wanted,) = torch.autograd.grad(divergence.sum(), scores, retain_graph=True)
-    config = make_config(beta=0.3, kl_gradient=direction)
+    config = make_config(beta=0.3)  # reverse, unless set
+    if direction == "forward":
+        config = make_config(beta=0.3, kl_gradient="forward")
     # One completion of each token, which counts as often as the policy draws it; advantages of 0 leave the penalty.
     got = torch.zeros_like(scores)
     for token, chance in enumerate(logprobs.exp().tolist()):
@@ -307,7 +361,7 @@ def test_sequence_weights_give_the_exact_policy_gradient():
 
 def test_kl_is_k3():
     # exp(x) - x - 1 with x = ref - logprob; gradient beta * (1 - exp(x))
-    config = make_config(beta=0.5)
+    config = make_config(beta=0.5, kl_gradient="forward")
     logprobs = [old + math.log(ratio) for old, ratio in zip(OLD, RATIO, strict=True)]
     gaps = [0.3, -0.2, 0.0, 1.0, 9.0]
     ref = rows(*[x + gap for x, gap in zip(logprobs, gaps, strict=True)])

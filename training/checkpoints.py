@@ -125,10 +125,11 @@ def find_start(config: TrainConfig) -> tuple[Path | None, dict[str, Any] | None]
     for settings in (before, now):
         settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings.get("bf16"))
     changed = changed_fields(config)
+    may_change = MAY_CHANGE.union(dict(config.unread()))
     for name, value in now.items():
         # A run from before there was such a field had its default.
         old = before.get(name, "its default" if name in changed else value)
-        if name not in MAY_CHANGE and old != value:
+        if name not in may_change and old != value:
             raise UserError(
                 f"{checkpoint} was trained with {name}={old}, not {value}: "
                 "use that, or another output_dir"

@@ -1,0 +1,287 @@
+"""Names and defaults of other trainers: what a script for them is told here, and how one is ported."""
+
+import ast
+import dataclasses
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+from documents import DOCUMENTS, blocks, cells
+from fake_server import fake_server
+from helpers import ROOT, answer_in, make_model, read
+from test_config import MUST, make
+
+from config import TrainConfig, UserError, parse_args
+from train import main
+
+PAGE = DOCUMENTS["docs/coming-from-elsewhere.md"]
+HINTS = json.loads((ROOT / "docs" / "elsewhere.json").read_text())
+NAMES = [name for name in HINTS if "=" not in name]
+VALUES = [name.split("=") for name in HINTS if "=" in name]
+FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+
+
+def section(title):
+    """The rows of a section's table, but for its head, as lists of cells."""
+    text = re.split(r"^##+ ", PAGE.partition(f"# {title}\n")[2], flags=re.MULTILINE)[0]
+    return [cells(line) for line in text.splitlines() if line.startswith("|")][2:]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_name_of_elsewhere_is_told(name):
+    """On the command line, below dots as verl has it, and in a recipe."""
+    assert name not in FIELDS
+    for words in ([f"--{name}", "1"], [f"--{name.replace('_', '-')}=x"]):
+        with pytest.raises(UserError) as caught:
+            parse_args([*MUST, *words])
+        assert str(caught.value) == f"unknown field {name}: {HINTS[name]}"
+    for given in (name, f"actor.optim.{name}"):
+        with pytest.raises(UserError) as caught:
+            make(**{given: None})
+        assert str(caught.value) == f"unknown field {given}: {HINTS[name]}"
+
+
+def test_hints_name_fields():
+    """Whatever is to be set is a field; what a hint takes a value for takes it."""
+    for name, hint in HINTS.items():
+        assert "\n" not in hint
+        for field in re.findall(r"\bset ([a-z]\w+)", hint):
+            assert field in FIELDS, (name, field)
+        for path in re.findall(r"[\w/]+\.(?:py|md)\b", hint):
+            assert path == "recipe.py" or (ROOT / path).exists(), (name, path)
+        for field, function in re.findall(r"\b(\w+_fn)=(recipes\.\w+\.\w+)", hint):
+            assert callable(getattr(make(**{field: function}), field)), name
+
+
+def test_all_unknown_fields_at_once():
+    """Each with what to do, also those that nobody knows, in one line."""
+    unknown = {
+        "max_prompt_length": "there is none: prompts that leave no room",
+        "run_name": "there is none: set output_dir",
+        "lerning_rate": "did you mean learning_rate?",
+        "min_p": 'set sampling_params, as {"top_p": 0.9}',
+    }
+    flags = [word for name in unknown for word in (f"--{name}", "1")]
+    for call in (lambda: parse_args([*MUST, *flags]), lambda: make(**unknown)):
+        with pytest.raises(UserError) as caught:
+            call()
+        text = str(caught.value)
+        assert "\n" not in text
+        assert text.count("unknown field ") == len(unknown)
+        for name, hint in unknown.items():
+            assert f"unknown field {name}: {hint}" in text
+
+
+@pytest.mark.parametrize(("name", "value"), VALUES)
+def test_what_a_value_of_elsewhere_is_told(name, value):
+    """Where the field does not take it; on the command line, and in a recipe."""
+    assert name in FIELDS
+    hint = HINTS[f"{name}={value}"]
+    if value not in ("True", "true"):  # a word is a folder's name there
+        with pytest.raises(UserError, match=rf"^{name}='{value}': Input should .*; ") as caught:
+            parse_args([*MUST, f"--{name}={value}"])
+        assert str(caught.value).endswith(f"; {hint}")
+    given = {"True": True, "False": False, "-1": -1, "0": 0}.get(value, value)
+    with pytest.raises(UserError, match=rf"^{name}={given!r}: Input should .*; ") as caught:
+        make(**{name: given})
+    assert str(caught.value).endswith(f"; {hint}")
+
+
+def test_any_other_value_is_explained():
+    with pytest.raises(UserError, match="^loss_type='ppo': Input should .*; --help explains it$"):
+        make(loss_type="ppo")
+
+
+def test_the_page_has_the_same_names():
+    """docs/coming-from-elsewhere.md, a row for each answer."""
+    found = {}
+    for names, hint in section("Names that are refused"):
+        for name in re.findall(r"`([^`]+)`", names):
+            assert name not in found
+            found[name] = hint
+    assert found == HINTS
+
+
+# -- defaults ----------------------------------------------------------------------------------------------------------
+
+# Fields here and in TRL's GRPOConfig whose defaults are the same value.
+SAME = {
+    "learning_rate": "learning_rate", "weight_decay": "weight_decay", "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2", "grad_norm": "max_grad_norm", "seed": "seed", "torch_compile": "torch_compile",
+    "num_generations": "num_generations", "max_completion_len": "max_completion_length", "temperature": "temperature",
+    "beta": "beta", "num_iterations": "num_iterations", "delta": "delta", "epsilon_high": "epsilon_high",
+    "importance_level": "importance_sampling_level", "reward_weights": "reward_weights", "scale_rewards": "scale_rewards",
+    "loss_type": "loss_type", "mask_truncated_completions": "mask_truncated_completions", "keep_last_n": "save_total_limit",
+    "push_to_hub": "push_to_hub", "hub_repo_id": "hub_model_id", "resume_from_checkpoint": "resume_from_checkpoint",
+    "trust_remote_code": "trust_remote_code", "warmup_ratio": "warmup_steps",
+}  # fmt: skip
+# Those whose defaults mean the same, in words of their own: (here, its default, in TRL, its default).
+MEANS = [
+    ("max_steps", None, "max_steps", -1),  # num_epochs counts
+    ("top_k", None, "top_k", 0),
+    ("sampling_params", None, "top_p", 1.0),
+    ("sampling_params", None, "min_p", None),
+    ("sampling_params", None, "repetition_penalty", 1.0),
+    ("sampling_params", None, "generation_kwargs", None),
+    ("sampling_params", None, "vllm_structured_outputs_regex", None),
+    ("num_minibatches", 1, "steps_per_generation", None),  # as many as one optimizer step takes
+    ("num_minibatches", 1, "generation_batch_size", None),
+    ("epsilon", None, "epsilon", 0.2),  # `clip_low`
+    ("kl_gradient", "reverse", "use_bias_correction_kl", True),
+    ("off_policy_correction", "truncate", "vllm_importance_sampling_correction", True),
+    ("reference_decay", None, "sync_ref_model", False),
+    ("order_fn", None, "shuffle_dataset", True),
+    ("advantage_fn", None, "multi_objective_aggregation", "sum_then_normalize"),
+    ("loss_fn", None, "entropy_coef", 0.0),
+    ("loss_fn", None, "use_adaptive_entropy", False),
+    ("loss_fn", None, "top_entropy_quantile", 1.0),
+    ("loss_fn", None, "off_policy_mask_threshold", None),
+    ("rollout_fn", None, "max_tool_calling_iterations", None),
+    ("use_wandb", False, "report_to", "none"),
+    ("use_fsdp", False, "fsdp", None),
+    ("eval_steps", 0, "eval_steps", None),
+    ("log_completions_steps", 0, "log_completions", False),
+]
+# Of GRPOConfig's own fields those that say nothing of a run here, or are read beside others alone.
+BESIDE = {
+    "chat_template_kwargs", "model_init_kwargs", "router_aux_loss_coef", "disable_dropout", "cast_lm_head_to_fp32",
+    "ds3_gather_for_generation", "pad_to_multiple_of", "cache_implementation", "use_vllm", "vllm_mode", "vllm_model_impl",
+    "vllm_enable_sleep_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_group_port",
+    "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size", "sapo_temperature_neg",
+    "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "ref_model_mixup_alpha",
+    "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target", "vllm_importance_sampling_clip_min",
+    "log_multimodal", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo",
+    "use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged",
+    "vllm_importance_sampling_cap",
+}  # fmt: skip
+
+
+def defaults_in(cell):
+    """`name=value` of a cell, a Python literal, by name."""
+    found = dict(span.split("=", 1) for span in re.findall(r"`([\w.]+=[^`]+)`", cell))
+    return {name: ast.literal_eval(value) for name, value in found.items()}
+
+
+def default_of(field):
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+OURS = {name: default_of(field) for name, field in FIELDS.items()}
+
+
+def test_defaults_that_differ_are_those_here():
+    for here, _, why in section("Defaults"):
+        assert why
+        assert defaults_in(here)
+        for name, value in defaults_in(here).items():
+            assert OURS[name] == value, name
+
+
+def test_the_clips_are_those_of_0_2():
+    assert (make().clip_low, make().clip_high) == (0.2, 0.2)
+
+
+def test_defaults_are_trls():
+    """All of GRPOConfig's own fields, and those of transformers that a run here has: equal, or a row that says why not."""
+    pytest.importorskip("trl", reason="of requirements-dev.txt")
+    from transformers import TrainingArguments
+    from trl import GRPOConfig, ModelConfig
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
+    classes = {"": GRPOConfig, "ModelConfig": ModelConfig, "AsyncGRPOConfig": AsyncGRPOConfig}
+    theirs = {
+        f"{prefix}.{field.name}".lstrip("."): default_of(field)
+        for prefix, kind in classes.items()
+        for field in dataclasses.fields(kind)
+    }
+    for name, other in SAME.items():
+        assert OURS[name] == theirs[other], name
+    for name, value, other, other_value in MEANS:
+        assert OURS[name] == value, name
+        assert theirs[other] == other_value, other
+    differing: dict[str, Any] = {}
+    for _, there, _ in section("Defaults"):
+        differing |= defaults_in(there)
+    for name, value in differing.items():
+        assert theirs[name] == value, name
+
+    explained = {*SAME.values(), *(other for _, _, other, _ in MEANS), *differing, *BESIDE}
+    of_transformers = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = {field.name for field in dataclasses.fields(GRPOConfig)} - of_transformers
+    assert own - explained == set()
+
+
+def test_every_field_of_trls_is_a_field_or_has_an_answer():
+    pytest.importorskip("trl", reason="of requirements-dev.txt")
+    from transformers.trainer_utils import SchedulerType
+    from trl import GRPOConfig
+
+    names = {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert names - {*HINTS, *FIELDS} <= {"chat_template_kwargs"}
+    schedules = {kind.value for kind in SchedulerType} - {"constant", "linear", "cosine"}
+    assert all(f"lr_scheduler={name}" in HINTS for name in schedules)
+
+
+# -- a script and its recipe -------------------------------------------------------------------------------------------
+
+SCRIPT, RECIPE = blocks("python", PAGE)[:2]
+
+
+def keywords(source, name):
+    """The keyword arguments of the call of a name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == name:
+            return {word.arg: ast.unparse(word.value) for word in node.keywords}
+    raise AssertionError(f"no call of {name}")
+
+
+def test_the_script_is_one_of_trls():
+    pytest.importorskip("trl", reason="of requirements-dev.txt")
+    import inspect
+
+    from trl import GRPOConfig, GRPOTrainer
+
+    given = keywords(SCRIPT, "GRPOConfig")
+    assert given.keys() <= {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert (
+        keywords(SCRIPT, "GRPOTrainer").keys() <= inspect.signature(GRPOTrainer).parameters.keys()
+    )
+
+
+def test_names_of_the_script_are_fields_or_have_an_answer():
+    """Handed over as they are, all that TRL has alone are refused at once."""
+    given = keywords(SCRIPT, "GRPOConfig")
+    foreign = given.keys() - FIELDS.keys()
+    assert foreign <= HINTS.keys()
+    with pytest.raises(UserError) as caught:
+        make(**given)
+    assert set(re.findall(r"unknown field (\w+):", str(caught.value))) == foreign
+    ported = keywords(RECIPE, "TrainConfig")
+    same = given.keys() & ported.keys() - {"scale_rewards", "loss_type"}
+    assert {name: given[name] for name in same} == {name: ported[name] for name in same}
+
+
+def test_the_recipe_trains(tmp_path, monkeypatch):
+    """As it stands, but for its model, two steps, and W&B."""
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(i)} for i in range(16)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = f"ported_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    model = make_model(tmp_path / "model", max_len=1024)
+    with fake_server(model, answer_in(0.0), max_model_len=1024) as server:
+        words = [f"{name}.py", "--model_id", model, "--vllm_urls", server.url]
+        words += ["--max_steps", "2", "--use_wandb", "false", "--log_completions_steps", "0"]
+        main(parse_args([*words, "--output_dir", "run"]))
+    metrics = read(tmp_path, "metrics")
+    assert [row["step"] for row in metrics] == [1, 2]
+    assert {"rewards/is_right", "rewards/is_short", "kl"} <= metrics[-1].keys()
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
