@@ -1,7 +1,5 @@
 """Ranks and collectives, errors, clocks, signals, and a process's end."""
 
-import ctypes
-import io
 import os
 import re
 import signal
@@ -20,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import UserError
+from rollouts.workers import die_with, keep_outputs
 
 # -- Ranks and collectives -------------------------------------------------------------------------
 
@@ -30,31 +29,40 @@ WORD_S = 2.0  # seconds between two words of ranks while they wait for one of th
 def process_group(timeout_s: float) -> Iterator[torch.device]:
     """Bring the run's world up and down, and yield the rank's device.
 
-    The world is torchrun's ranks, or a world of one.
+    The world is the ranks of torchrun or its like, or a world of one, to which variables that
+    another job left mean nothing.
+
+    Raises:
+        UserError: ranks do not come, or not for this world.
     """
+    world: dict[str, Any] = {}
+    place: Any = os.environ  # of this rank
+    if "RANK" not in place or place.get("WORLD_SIZE", "1") == "1":
+        world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        place = {}
+    elif "LOCAL_RANK" not in place:
+        raise UserError("RANK is set without LOCAL_RANK: unset it, or start ranks by torchrun")
+
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
-        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        num_ranks = int(place.get("LOCAL_WORLD_SIZE", 1))
         num_gpus = torch.cuda.device_count()
         if num_ranks > num_gpus:
             raise UserError(
                 f"torchrun starts {num_ranks} ranks here, for {num_gpus} GPUs: "
                 f"--nproc_per_node {num_gpus}"
             )
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", int(place.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
 
-    world: dict[str, Any] = {}
-    if "RANK" not in os.environ:
-        world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     # torch 2.11 may crash where threads send in several groups and its flight recorder notes it.
-    if torch.__version__.startswith("2.11."):
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     # The watchdog of nccl sleeps four times this between its time-out and the end of the process.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
+    with naming("the ranks do not meet: to train alone, unset RANK"):
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
 
     try:
         yield device
@@ -168,59 +176,38 @@ class Stopped(Exception):
 
 @contextmanager
 def stop_signals(stop: threading.Event) -> Iterator[None]:
-    """Let SIGINT and SIGTERM set the event.
+    """Let the signals that end a run set the event.
 
-    One that comes a second later or more ends the process at once. Those before are copies: Slurm
-    and others signal all processes, and torchrun then passes its own on.
+    The same one a second later or more ends the process at once. Those before are copies: Slurm
+    and others signal all processes, and torchrun then passes its own on. Another one may be a
+    launcher's next warning, or a terminal that closes, while the last step is being saved.
     """
-    first_s: float | None = None
+    first_s: dict[int, float] = {}  # by signal
 
     def note(number: int, _: Any) -> None:
-        nonlocal first_s
         stop.set()
         if not is_main():
             return
         now_s = time.monotonic()
-        if first_s is None:
-            first_s = now_s
+        if not first_s:
             line = (
                 f"{signal.Signals(number).name}: saving the last whole step, if there is one "
                 "(--resume_from_checkpoint auto goes on from it); once more ends at once\n"
             )
             with suppress(OSError):  # print() may be what the signal interrupted
                 os.write(1, line.encode())
-        elif now_s > first_s + 1.0:
+        if now_s > first_s.setdefault(number, now_s) + 1.0:
             os._exit(128 + number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]  # Slurm's, before a time limit
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def die_with(parent: int) -> None:
-    """Let Linux end this process with its parent, however the parent ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it has ended already
-        os._exit(1)
-
-
-class _Terminal(io.TextIOWrapper):
-    """An output whose reader may go away.
-
-    Ctrl-C ends a `| tee`, too, and the last step is still to be saved.
-    """
-
-    def write(self, text: str) -> int:
-        with suppress(BrokenPipeError):
-            super().write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(BrokenPipeError):
-            super().flush()
 
 
 @contextmanager
@@ -230,8 +217,7 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
     Errors of the kinds in `cures`, which the user can mend, print one line, with the cure;
     others are printed in full.
     """
-    sys.stdout = _Terminal(sys.stdout.buffer, "utf-8", "backslashreplace", line_buffering=True)
-    sys.stderr = _Terminal(sys.stderr.buffer, "utf-8", "backslashreplace", line_buffering=True)
+    keep_outputs()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Without torchrun, ranks would train on beside those of the next run.
         die_with(os.getppid())
@@ -242,14 +228,14 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
     report.initialize()
 
     status = 1
-    rank = os.environ.get("RANK", "0")
-    who = "error" if rank == "0" else f"error on rank {rank}"
     try:
         yield
         status = 0
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
+        rank = os.environ.get("RANK", "0")
+        who = "error" if rank == "0" else f"error on rank {rank}"
         text = str(error).strip() or repr(error)
         line = text.splitlines()[0]
         cure = next((cures[kind] for kind in cures if isinstance(error, kind)), None)

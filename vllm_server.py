@@ -16,10 +16,14 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Updates wait in large pages of memory, which take less time to get.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+from rollouts.workers import die_with, keep_outputs
+
+if __name__ != "vllm_server":  # it is the process, or one of its workers
+    keep_outputs()
+
 import vllm
 
 from server.messages import VLLM_VERSIONS, api_token
-from utils import die_with
 
 ANY_VLLM = "--any-vllm"  # the option, which must be known before an import below fails
 if ANY_VLLM not in sys.argv and vllm.__version__.partition("+")[0] not in VLLM_VERSIONS:

@@ -100,7 +100,7 @@ class GroupStream:
                     raise UserError(
                         f"nothing to learn: {num_dropped} groups of this step were dropped, the "
                         f"last as {group.why}: look at dropped.jsonl and the rewards, or take "
-                        "other prompts"
+                        "other prompts and another output_dir"
                     )
         except BaseException as error:
             self.close(error)  # `take` raises it

@@ -5,6 +5,7 @@ Run as a script, this file is a worker.
 
 import asyncio
 import ctypes
+import io
 import os
 import pickle
 import signal
@@ -99,8 +100,8 @@ class _Worker(Popen):
     def __init__(self) -> None:
         self.imported: set[int] = set()  # functions that have answered
         self.connection, theirs = Pipe()
-        # -P keeps this folder out of sys.path; with -u a kill loses nothing printed.
-        command = [sys.executable, "-P", "-u", __file__, str(theirs.fileno())]
+        # -P keeps this folder out of sys.path.
+        command = [sys.executable, "-P", __file__, str(theirs.fileno())]
         super().__init__(command, pass_fds=[theirs.fileno()], stdin=DEVNULL, start_new_session=True)
         theirs.close()
         self.connection.send(sys.path)
@@ -112,6 +113,40 @@ class _Worker(Popen):
         self.wait()
 
 
+def die_with(parent: int) -> None:
+    """Let Linux end this process with its parent, however the parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+class _Output(io.FileIO):
+    """An output whose reader may go away.
+
+    Ctrl-C ends a `| tee`, too, a terminal closes, a log's disk is full: the run goes on.
+    """
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
+def keep_outputs(write_through: bool = False) -> None:
+    """Let this process print, whether there is anybody who reads it or not.
+
+    `write_through` does not wait for the end of a line.
+    """
+    # Else a file that is opened later would be in the place of an output that was closed.
+    while os.open(os.devnull, os.O_RDWR) <= 2:
+        pass
+    for number, name in {1: "stdout", 2: "stderr"}.items():
+        file = _Output(number, "w", closefd=False)
+        text = io.TextIOWrapper(file, "utf-8", "backslashreplace", None, True, write_through)
+        setattr(sys, name, text)
+
+
 def described(error: BaseException) -> str:
     """An error that user code raised: its type, its message, and the line where."""
     place = traceback.extract_tb(error.__traceback__)[-1]
@@ -119,9 +154,8 @@ def described(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux":
-        # PR_SET_PDEATHSIG: end with the trainer, also when stuck in a call.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    die_with(os.getppid())  # also when stuck in a call
+    keep_outputs(write_through=True)  # a kill loses nothing printed
     trainer = Connection(int(sys.argv[1]))
     # One loop for all calls: a client that a module keeps belongs to the loop it began in.
     loop = asyncio.new_event_loop()

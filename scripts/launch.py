@@ -38,8 +38,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from config import TrainConfig, UserError, changed_fields, lora_options, parse_args
+from rollouts.workers import die_with, keep_outputs
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# For torchrun, which passes the last one on to its ranks only if it is asked to.
+PASSED_ON = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
 Command = tuple[list[str], dict[str, str]]  # its words, and what it needs in its environment
 WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -55,8 +58,6 @@ def free_port() -> int:
 
 def popen(command: list[str], log: Path | None, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own, with its output here or in a log; it ends with this process."""
-    from utils import die_with  # imports torch, which takes longer than all checks before
-
     with log.open("ab") if log else nullcontext() as out:
         end = partial(die_with, os.getpid())
         return subprocess.Popen(
@@ -300,9 +301,7 @@ def run(
         received.append(number)
         if not training:
             sys.exit(128 + number)
-        training[0].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
-
-    import utils  # noqa: F401  # for `popen`: an import of torch may swallow the SystemExit of a signal
+        training[0].send_signal(number)
 
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
@@ -316,7 +315,7 @@ def run(
             running.append(LocalServer(url, popen(words, log, os.environ | env), log))
         for server in running:
             print(f"{server.wait(timeout_s)} serves", flush=True)
-        training.append(popen(trainer[0], None, os.environ | trainer[1]))
+        training.append(popen(trainer[0], None, PASSED_ON | os.environ | trainer[1]))
         while (status := training[0].poll()) is None:
             if not received:
                 restart_ended(running, servers)
@@ -422,4 +421,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    keep_outputs()
     main(sys.argv[1:])

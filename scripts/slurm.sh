@@ -6,6 +6,7 @@ trainers=("${nodes[@]:server_nodes}")
 port=$((10000 + SLURM_JOB_ID % 20000))  # another one for each job
 VLLM_API_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 export VLLM_API_KEY  # in the environment, as other users of a node can read command lines
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1  # the last one is for torchrun to pass on, too
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT  # the servers end with the trainer
 
 step=(srun --export=ALL --overlap --cpu-bind=none --ntasks-per-node=1 --open-mode=append)  # with all of a node's cores and GPUs

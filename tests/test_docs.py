@@ -30,7 +30,7 @@ OUTSIDE = frozenset({
     "True", "torch", "distributed", "torchrun", "vllm", "serve", "ps", "wandb", "datasets", "from_pretrained",
     "GRPOTrainer", "GRPOConfig", "AsyncGRPOConfig", "actor", "actor_rollout_ref", "rollout", "clip_low", "clip_high",
     "clip_ratio_c", "CUDA_VISIBLE_DEVICES", "TRACKIO_DIR", "VLLM_MAX_IMAGE_PIXELS", "brevity", "own_loss", "MODEL", "OUTPUT", "PATH",
-    "pairs", "context", "answers", "metrics", "sbatch", "False", "WANDB_NAME",
+    "pairs", "context", "answers", "metrics", "sbatch", "False", "WANDB_NAME", "nohup",
 })  # fmt: skip
 
 

@@ -3,14 +3,16 @@
 import itertools
 import json
 import math
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import RECIPE, ROOT, answer_in, on_forked_ranks, read
+from helpers import ENV, RECIPE, ROOT, answer_in, on_forked_ranks, read
 from test_resume import assert_identical, weights
 
 from config import UserError, parse_args
@@ -288,3 +290,72 @@ def test_a_damaged_line_of_the_log(saved, tmp_path):
     options = ["--output_dir", str(run), "--max_steps", "5", "--resume_from_checkpoint", "auto"]
     with pytest.raises(UserError, match=f"{run}/metrics.jsonl: line 2 is damaged: remove it"):
         main(parse_args([*command, *options]))
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------
+
+PUSHED = ["--push_to_hub", "true", "--hub_repo_id"]
+
+
+@pytest.mark.parametrize(
+    ("repo_id", "offline", "why"),
+    [
+        ("me/my model (v1)", False, "Repo id must use alphanumeric"),
+        ("a/b/c", False, "Repo id must be in the form"),
+        ("me/model", True, "[Oo]ffline"),
+        ("me/model", False, "[Cc]onnect"),
+    ],
+)
+def test_a_hub_that_takes_nothing_is_one_line_at_the_start(hooked, tmp_path, repo_id, offline, why):
+    """Before a policy is loaded: the name, the way, and what the hub answers are tried."""
+    env = {"HF_HUB_OFFLINE": str(int(offline)), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    command = hooked(tmp_path / "run", *PUSHED, repo_id)
+    words = [sys.executable, str(ROOT / "train.py"), *command]
+    done = subprocess.run(
+        words, cwd=ROOT, env=ENV | env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert re.match(f"error: hub_repo_id: nothing can be pushed there: .*{why}", last), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_hub_is_asked_on_rank_0_before_a_policy_is_loaded(hooked, tmp_path, monkeypatch):
+    class Hub:
+        def create_repo(self, repo_id, **options):
+            raise PermissionError(f"403 Forbidden: {repo_id} is another's")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr("train.build_policy", lambda *_: pytest.fail("a policy is loaded"))
+    with pytest.raises(
+        UserError, match="^hub_repo_id: nothing .* 403 Forbidden: you/it is another's$"
+    ):
+        main(parse_args(hooked(tmp_path / "run", *PUSHED, "you/it")))
+
+
+def test_an_upload_that_fails_keeps_the_checkpoint(hooked, tmp_path, monkeypatch):
+    """One line says how to upload by hand; and the same command, resumed, tries again."""
+    asked = []
+
+    class Hub:
+        def create_repo(self, repo_id, **options):
+            asked.append(repo_id)
+
+        def upload_folder(self, **options):
+            if len(asked) == 1:
+                raise ConnectionError("the hub\nis away")
+            asked.append(options["folder_path"])
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    run = tmp_path / "run"
+    command = hooked(run, *PUSHED, "me/it", "--resume_from_checkpoint", "auto")
+    with pytest.raises(UserError) as raised:
+        main(parse_args(command))
+    (line,) = str(raised.value).splitlines()
+    assert f"`hf upload me/it {run}/checkpoint-4 . --exclude 'trainer/*'`" in line
+    assert line.endswith("ConnectionError: the hub is away")
+    assert find_start(parse_args(command))[0] == run / "checkpoint-4"
+    assert (run / "checkpoint-4" / "model.safetensors").exists()
+    main(parse_args(command))
+    assert asked == ["me/it", "me/it", run / "checkpoint-4"]

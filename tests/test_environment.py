@@ -4,16 +4,18 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import fake_server as fakes
 import pytest
 import torch
 import versions
 from fake_server import fake_server
-from helpers import ENV, ROOT, answer_in
+from helpers import ENV, ROOT, answer_in, free_port, on_forked_ranks
 
 from config import TrainConfig, UserError, describe, parse_args
 from rollouts.servers import ServerPool
@@ -381,3 +383,190 @@ def test_a_run_goes_on_where_a_setting_without_effect_differs(models, recipe, tm
     assert (
         find_start(parse_args([*command, "--beta", "0.1", "--kl_gradient", "forward"]))[0] == saved
     )
+
+
+# -- variables that another job left, and outputs that nobody reads ----------------------------------------------------
+
+MEETING = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch, torch.distributed as dist
+from utils import exits, process_group
+torch.cuda.is_available = lambda: {has_gpu}
+torch.cuda.device_count = lambda: 1
+used = []
+torch.cuda.set_device = used.append
+init = dist.init_process_group
+dist.init_process_group = lambda backend, **more: init("gloo", **more)
+with exits({{ValueError: ""}}):
+    with process_group({timeout_s}):
+        print("world of", dist.get_world_size(), "rank", dist.get_rank(), *used)
+"""
+
+
+def meet(tmp_path, num_ranks, env, timeout_s=30, has_gpu=False):
+    """Ranks that meet, with these variables in their environment."""
+    path = tmp_path / "meet.py"
+    path.write_text(MEETING.format(root=str(ROOT), timeout_s=timeout_s, has_gpu=has_gpu))
+    return on_forked_ranks(num_ranks, path, env=env, timeout_s=90)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize(
+    "left",
+    [
+        "",
+        "RANK=0",
+        "RANK=3 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8",
+        "WORLD_SIZE=2",
+        "LOCAL_RANK=5",
+        "MASTER_ADDR=nowhere.invalid MASTER_PORT=1",
+        "RANK=0 WORLD_SIZE=1",
+        "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=nowhere.invalid MASTER_PORT=1",
+        "WORLD_SIZE=8 LOCAL_RANK=7 MASTER_ADDR=nowhere.invalid MASTER_PORT=1",
+    ],
+)
+def test_variables_that_mean_nothing_are_ignored(tmp_path, left, has_gpu):
+    """A rank of no world, or a world of one: it trains alone, on the first GPU."""
+    env = dict(word.split("=") for word in left.split())
+    done = meet(tmp_path, 0, env, has_gpu=has_gpu)
+    assert done.stdout == "world of 1 rank 0" + " cuda:0" * has_gpu + "\n", done.stderr
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [
+        ("RANK=0 WORLD_SIZE=2", "RANK is set without LOCAL_RANK: unset it"),
+        ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9", "without LOCAL_RANK"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0", "to train alone, unset RANK: .*MASTER_ADDR"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=localhost", "unset RANK: .*MASTER_PORT"),
+        ("RANK=0 WORLD_SIZE=two LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=9", "unset RANK: "),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=x", "unset RANK: "),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=", "unset RANK: "),
+    ],
+)
+def test_half_a_world_is_one_line(tmp_path, left, why):
+    """Neither a wait for ranks that nobody starts, nor a traceback."""
+    done = meet(tmp_path, 0, dict(word.split("=") for word in left.split()))
+    assert done.returncode == 1
+    assert re.fullmatch(rf"error( on rank 1)?: .*{why}.*\n", done.stderr), done.stderr
+
+
+@pytest.mark.server
+def test_a_rank_that_meets_nobody_ends_in_a_line(tmp_path):
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    done = meet(tmp_path, 0, env | {"MASTER_PORT": str(free_port())}, timeout_s=2)
+    assert re.fullmatch(
+        r"error: the ranks do not meet: to train alone, unset RANK: .*\n", done.stderr
+    )
+
+
+@pytest.mark.server
+def test_ranks_of_any_launcher_meet(tmp_path):
+    """They have the variables, and no torchrun."""
+    done = meet(tmp_path, 2, {})
+    lines = ["world of 2 rank 0", "world of 2 rank 1"]
+    assert sorted(done.stdout.splitlines()) == lines, done.stderr
+
+
+def closing(*numbers):
+    """For a process that begins without these outputs, as by `>&-`."""
+
+    def close():
+        for number in numbers:
+            os.close(number)
+
+    return close
+
+
+def hang_up():
+    """An output whose reader is gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+
+
+OUTPUTS = {"no stdout": closing(1), "neither": closing(0, 1, 2), "no reader": hang_up}
+ALONE = {
+    name: value
+    for name, value in ENV.items()
+    if name not in ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")
+}
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_a_run_that_nobody_reads(models, recipe, tmp_path, outputs):
+    """It ends as any other, and so do its rewards, which print; nothing printed goes into its files."""
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        path = Path(recipe(server))
+        plain = "def mean_id(completion_ids, **_): return"
+        assert plain in path.read_text()
+        printing = (
+            "def mean_id(completion_ids, **_):\n    print('printed' * 2000, flush=True)\n    return"
+        )
+        text = path.read_text().replace(plain, printing)
+        by_c = "\nimport os\ntry: os.write(2, b'printed by C')\nexcept OSError: pass\n"
+        path.write_text(text + by_c)
+        command = [sys.executable, str(ROOT / "train.py"), str(path), "--save_steps", "1"]
+        done = subprocess.run(
+            command, cwd=ROOT, env=ALONE, check=False, timeout=120, preexec_fn=OUTPUTS[outputs]
+        )
+    assert done.returncode == 0
+    run = tmp_path / "run"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (
+        not (run / "failed_rewards.jsonl").exists()
+        or not (run / "failed_rewards.jsonl").read_text()
+    )
+    assert (run / "checkpoint-3" / "model.safetensors").exists()
+    for file in run.glob("*"):
+        assert not file.is_file() or b"printed" not in file.read_bytes(), file
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        [
+            "scripts/launch.py",
+            "--print",
+            "--model_id=m",
+            "--dataset_id=d",
+            "--reward_funcs=os.path.exists",
+        ],
+        ["train.py", "--help"],
+    ],
+    ids=["launch", "train"],
+)
+def test_programs_that_nobody_reads(command, outputs):
+    command = [sys.executable, str(ROOT / command[0]), *command[1:]]
+    done = subprocess.run(
+        command, cwd=ROOT, env=ALONE, check=False, timeout=120, preexec_fn=OUTPUTS[outputs]
+    )
+    assert done.returncode == 0
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_a_server_that_nobody_reads(models, tmp_path, outputs):
+    """`python vllm_server.py ... | head -n 1` serves on."""
+    port = free_port()
+    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", models["untied"]]
+    command += ["--max-model-len", "128", "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT, env=ALONE, preexec_fn=OUTPUTS[outputs])
+    try:
+        config = TrainConfig(
+            model_id=models["untied"], dataset_id="d", reward_funcs=[lambda **_: []],
+            vllm_urls=[f"http://127.0.0.1:{port}"], server_timeout=120.0,
+        )  # fmt: skip
+        assert ServerPool(config, None, []).wait_until_ready() == 128
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)

@@ -29,7 +29,7 @@ FILE_LIMITS = {  # a library that nobody must read, fields that are their own do
     "prefix_attention": 1270,
     "config": 820,
 }
-ALL_NODES = 36_260  # of the syntax tree, without annotations and docstrings
+ALL_NODES = 36_600  # of the syntax tree, without annotations and docstrings
 
 
 def files():

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -483,6 +484,46 @@ def test_a_second_ctrl_c_ends_at_once(num, pause_s, status):
     done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, check=False)
     assert done.returncode == status, done.stderr
     assert done.stdout.count(b"SIGINT") == 1
+
+
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [
+        ("SIGHUP", 7),
+        ("SIGUSR1", 7),
+        ("SIGUSR1 SIGTERM", 7),  # Slurm's warning before a time limit, and the limit
+        ("SIGTERM SIGHUP", 7),  # the terminal closes meanwhile
+        ("SIGUSR1 SIGUSR1", 128 + signal.SIGUSR1),
+    ],
+)
+def test_every_signal_that_ends_a_run_saves(signals, status):
+    """Only the same one, a second later, ends at once."""
+    code = SIGNALLED.format(root=str(ROOT), num=0, pause_s=0).replace(
+        "    assert stop",
+        f"    for name in {signals.split()!r}:\n        os.kill(os.getpid(), getattr(signal, name))\n"
+        "        time.sleep(1.1)\n    assert stop",
+    )
+    hears = partial(
+        signal.signal, signal.SIGHUP, signal.SIG_DFL
+    )  # as these tests may run under nohup
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENV, capture_output=True, check=False, preexec_fn=hears
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stdout.startswith(signals.split()[0].encode() + b": saving the last whole step")
+    assert done.stdout.count(b"saving") == 1
+
+
+def test_under_nohup_a_hang_up_is_ignored():
+    """Before, while and after training; other signals are heard."""
+    code = SIGNALLED.format(root=str(ROOT), num=1, pause_s=0.02)
+    code = code.replace("SIGINT", "SIGHUP").replace("assert stop", "assert not stop")
+    code = code.replace("os._exit(7)", "os.kill(os.getpid(), signal.SIGHUP)\nos._exit(7)")
+    ignores = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENV, capture_output=True, check=False, preexec_fn=ignores
+    )
+    assert (done.returncode, done.stdout) == (7, b""), done.stderr
 
 
 def test_commands_are_printed_without_a_hub(tmp_path):

@@ -378,6 +378,7 @@ def test_a_run_of_two_ranks(my_recipe, tmp_path):
     [
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
         signal.SIGKILL,
     ],
 )

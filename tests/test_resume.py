@@ -1,8 +1,10 @@
 """Runs that stop and go on: bit for bit the same, every group once, and nothing half-written."""
 
+import ast
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import launch
 import pytest
 import torch
 from fake_server import fake_server
@@ -20,10 +23,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import train
 import training.model
 import vllm_client
-from config import UserError, parse_args
+from config import TrainConfig, UserError, parse_args
 from rollouts.rollouts import Rollouts
 from train import main
 from training.checkpoints import (
+    MAY_CHANGE,
     Checkpoints,
     _remove,
     find_start,
@@ -376,8 +380,8 @@ def test_a_cut_off_line_is_dropped(start, tmp_path):
         ),  # a shell's unset variable
         (["--resume_from_checkpoint", "auto", "--seed", 7], "was trained with seed=42, not 7"),
         (
-            ["--resume_from_checkpoint", "auto", "--learning_rate", 1],
-            "was trained with learning_rate=0.01, not 1",
+            ["--resume_from_checkpoint", "auto", "--weight_decay", 1],
+            "was trained with weight_decay=0.0, not 1",
         ),
     ],
 )
@@ -580,7 +584,16 @@ def test_a_disk_that_is_full(start, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)]
+    ("ranks", "number"),
+    [
+        (1, signal.SIGTERM),
+        (1, signal.SIGINT),
+        (1, signal.SIGHUP),
+        (1, signal.SIGUSR1),
+        (2, signal.SIGTERM),
+        (2, signal.SIGHUP),
+        (2, signal.SIGUSR1),
+    ],
 )
 def test_a_signal_saves_and_ends(start, tmp_path, ranks, number):
     """Status 0 and a checkpoint of the last whole step, from which the run goes on as if nothing had happened."""
@@ -590,8 +603,9 @@ def test_a_signal_saves_and_ends(start, tmp_path, ranks, number):
     command += ["--master_port", str(free_port())]
     command = command if ranks > 1 else [sys.executable]
     process = subprocess.Popen(
-        [*command, str(ROOT / "train.py"), *start("--max_steps", 20)], cwd=ROOT, env=ENV, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
+        [*command, str(ROOT / "train.py"), *start("--max_steps", 20)], cwd=ROOT, env=ENV | launch.PASSED_ON,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
     )  # fmt: skip
     assert process.stdout
     for line in process.stdout:
@@ -632,6 +646,225 @@ def test_a_second_signal_ends_at_once():
         if line.startswith("still here"):
             run.send_signal(signal.SIGTERM)
     assert run.wait(10) == 128 + signal.SIGTERM
+
+
+# -- Clocks, names of folders, and settings that may change ------------------------------------------------------------
+
+
+def test_no_resume_goes_by_the_time_of_day(start, tmp_path, monkeypatch):
+    """A host whose clock is behind, or stands still, and copies that are all of one time, or the older the later."""
+    folder = tmp_path / "run"
+    options = ["--save_steps", 1, "--keep_last_n", 3, "--resume_from_checkpoint", "auto"]
+    main(parse_args(start(*options, "--max_steps", 2)))
+    behind_s = time.time() - 600
+    monkeypatch.setattr(time, "time", lambda: behind_s)
+    monkeypatch.setattr(time, "time_ns", lambda: int(behind_s * 1e9))
+    main(parse_args(start(*options, "--max_steps", 5)))
+    monkeypatch.undo()
+    before = weights(folder, 5)
+    for ages in ([0, 0, 0], [3, 2, 1], [1, 2, 3]):
+        for step, age in zip((3, 4, 5), ages, strict=True):
+            os.utime(folder / f"checkpoint-{step}", (age, age))
+        assert chosen(start(*options)) == folder / "checkpoint-5"
+    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copy)  # as `cp -r`
+    assert chosen(start(*options, "--output_dir", tmp_path / "copy")).name == "checkpoint-5"
+    assert_identical(weights(folder, 5), before)
+    main(parse_args(start(*options, "--max_steps", 6)))
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-5",
+        "checkpoint-6",
+    ]
+    assert_identical(weights(folder, 5), before)
+    assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_nothing_reads_the_time_of_day():
+    """Not the core, which has `time.monotonic` and `time.perf_counter` for what takes time."""
+    clocks = {
+        "time",
+        "time_ns",
+        "st_mtime",
+        "st_mtime_ns",
+        "st_ctime",
+        "getmtime",
+        "getctime",
+        "utcnow",
+        "now",
+        "today",
+    }
+    rooms = ("", "rollouts", "training", "weights", "server")
+    paths = [path for room in rooms for path in (ROOT / room).glob("*.py")]
+    assert len(paths) > 30
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in clocks, f"{path.name}:{node.lineno}"
+
+
+@pytest.fixture
+def named(start, models, tmp_path):
+    """A command line of a run whose model and data have names from `tmp_path`, and those files."""
+    folder = tmp_path / "home"
+    shutil.copytree(models["untied"], folder / "model")
+    shutil.copytree(models["untied"], folder / "another")
+    rows = [{"prompt": f"{number}+{number}="} for number in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = start()
+    text = Path(command[0]).read_text()
+    for old, new in (
+        (repr(models["untied"]), "'home/model'"),
+        ("dataset_id=rows", "dataset_id='home/rows.jsonl'"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    Path(command[0]).write_text(text)
+    return lambda *options: [*command, *map(str, options)], folder
+
+
+def spellings(path):
+    """Names of a file or folder in `tmp_path/home`, from `tmp_path` and from `home`."""
+    link = path.parent / f"link-{path.name}"
+    link.symlink_to(path)
+    home = path.parent
+    slash = "/" if path.is_dir() else ""
+    return [
+        (home.parent, f"home/{path.name}"),
+        (home.parent, f"./home/../home/{path.name}{slash}"),
+        (home.parent, f"{path}{slash}"),
+        (home.parent, f"home/link-{path.name}"),
+        (home, path.name),
+        (home, f"{link}{slash}"),
+    ]
+
+
+WITH_A_BASE = {
+    "lora": ["--use_peft", "true", "--lora_rank", 2],
+    "reference": ["--beta", 0.1],
+}
+
+
+@pytest.mark.parametrize("kind", WITH_A_BASE)
+def test_a_model_by_another_name_is_the_same(named, models, tmp_path, monkeypatch, kind):
+    """Where weights of the model itself are needed, its name must lead to where it was; another folder is refused."""
+    command, folder = named
+    words = [*WITH_A_BASE[kind], "--output_dir", tmp_path / "run"]
+    monkeypatch.chdir(tmp_path)
+    with fake_server(str(folder / "model"), answer_in(0.0)) as server:
+        urls = ["--vllm_urls", server.url]
+        main(parse_args(command(*words, *urls, "--max_steps", 1)))
+    saved = tmp_path / "run" / "checkpoint-1"
+    words += ["--resume_from_checkpoint", "auto"]
+    for cwd, name in spellings(folder / "model"):
+        monkeypatch.chdir(cwd)
+        assert chosen(command(*words, "--model_id", name)) == saved
+    for name in (folder / "another", "another", "model2"):
+        with pytest.raises(
+            UserError, match="was trained with model_id=home/model, not .*(another|model2)"
+        ):
+            chosen(command(*words, "--model_id", name))
+
+
+def test_a_model_and_data_that_moved(named, tmp_path, monkeypatch):
+    """All weights are the checkpoint's, and prompts are compared themselves: wherever both lie now, the run goes on."""
+    command, folder = named
+    words = ["--output_dir", tmp_path / "run", "--resume_from_checkpoint", "auto"]
+    monkeypatch.chdir(tmp_path)
+    with fake_server(str(folder / "model"), answer_in(0.0)) as server:
+        main(parse_args(command(*words, "--vllm_urls", server.url, "--max_steps", 1)))
+        for cwd, name in spellings(folder / "rows.jsonl"):
+            monkeypatch.chdir(cwd)
+            named_anew = ["--model_id", folder / "model", "--dataset_id", name]
+            found = chosen(command(*words, *named_anew))
+            assert found == tmp_path / "run" / "checkpoint-1"
+    monkeypatch.chdir(tmp_path)
+    folder.rename(tmp_path / "moved")
+    moved = tmp_path / "moved"
+    more = ["--model_id", moved / "model", "--dataset_id", moved / "rows.jsonl", "--max_steps", 2]
+    with fake_server(str(moved / "model"), answer_in(0.0)) as server:
+        main(parse_args(command(*words, *more, "--vllm_urls", server.url)))
+        assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2]
+        text = (moved / "rows.jsonl").read_text()
+        (moved / "rows.jsonl").write_text(text.replace("7+7=", "7+8="))
+        with pytest.raises(UserError, match="that run had other prompts"):
+            main(parse_args(command(*words, *more, "--vllm_urls", server.url)))
+
+
+ADVICE = re.compile(r"(?i:\b(raise|lower|set|unset|or))[ (]+([a-z]+_[a-z_]+|beta|temperature)")
+# Messages of a start that has no checkpoint yet: the settings contradict each other, or a server is of another kind.
+AT_THE_START = {
+    "dtype": "config.py: of a bfloat16 average",
+    "reference_decay": "config.py: of a bfloat16 average",
+    "reference_id": "config.py: of several references",
+    "use_peft": "rollouts/servers.py: of a server that takes adapters alone, which may be started otherwise, too",
+}
+
+
+def advised():
+    """The fields that texts in the core say to raise, lower, set or unset, each with the places."""
+    fields = TrainConfig.__dataclass_fields__
+    found: dict[str, set[str]] = {}
+    rooms = ("", "rollouts", "training", "weights", "server")
+    for path in (path for room in rooms for path in (ROOT / room).glob("*.py")):
+        tree = ast.parse(path.read_text())
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        parts = {
+            id(part)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.JoinedStr)
+            for part in node.values
+        }
+        for node in ast.walk(tree):
+            if id(node) in docs or id(node) in parts:
+                continue
+            text = ""
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(str(getattr(part, "value", "?")) for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+            for _, name in ADVICE.findall(text):
+                if name in fields:
+                    found.setdefault(name, set()).add(path.name)
+    return found
+
+
+def test_a_resume_accepts_what_messages_advise():
+    """After a run that ended with a message, or a lack of memory: the same command with that setting changed."""
+    found = advised()
+    some = {
+        "learning_rate",
+        "max_tokens_per_gpu",
+        "gradient_checkpoint",
+        "use_fsdp",
+        "beta",
+        "max_logprob_mismatch",
+    }
+    assert some <= found.keys()
+    assert found.keys() - AT_THE_START.keys() <= MAY_CHANGE, found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--learning_rate", 0.001],
+        ["--beta", 0.1],
+        ["--max_completion_len", 16],
+        ["--max_staleness", 1],
+        ["--max_tokens_per_gpu", 64],
+        ["--gradient_checkpoint", "true"],
+        ["--use_fsdp", "true"],
+        ["--drop_zero_advantage", "false", "--max_logprob_mismatch", 1],
+    ],
+)
+def test_a_run_goes_on_with_what_was_advised(start, tmp_path, options):
+    """The new setting is in use from the next step on."""
+    main(parse_args(start("--max_steps", 2)))
+    main(parse_args(start("--max_steps", 4, "--resume_from_checkpoint", "auto", *options)))
+    rows = read(tmp_path, "metrics")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    rates = [0.001 if "--learning_rate" in options else 0.01] * 2
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.01, 0.01, *rates])
+    assert ("kl" in rows[-1]) == ("--beta" in options)
 
 
 def test_asynchronous_groups_end_once(start, tmp_path):

@@ -3,13 +3,13 @@
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import huggingface_hub
@@ -44,7 +44,8 @@ WRITTEN = (  # by a run in its `output_dir`, beside the logs of servers
     "metrics.jsonl",  # the last one: by it an earlier run is known
 )  # fmt: skip
 # A run that goes on may change these settings. None changes the mathematics, except those that
-# say how long the run is.
+# say how long the run is, and those that a message advises to change. Prompts are compared
+# themselves (`fingerprint`), wherever their data set is.
 MAY_CHANGE = frozenset({
     "vllm_urls", "server_timeout", "request_timeout", "sync_timeout", "collective_timeout",
     "max_concurrent_requests", "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps",
@@ -55,6 +56,7 @@ MAY_CHANGE = frozenset({
     "keep_last_n", "hub_private", "resume_from_checkpoint", "push_to_hub", "hub_repo_id",
     "reward_workers", "accuracy_func", "reward_timeout", "share_prefix",
     "eval_generations", "eval_temperature", "torch_compile",
+    "dataset_id", "learning_rate", "beta", "max_completion_len", "max_staleness",
 })  # fmt: skip
 
 # -- Before a run ----------------------------------------------------------------------------------
@@ -86,8 +88,12 @@ def run_folder(config: TrainConfig) -> Iterator[tuple[Path | None, dict[str, Any
                 ) from None
 
             checkpoint, state = find_start(config)
-            probe = folder / f"checkpoint-{time.time_ns()}.part"  # a name that no rank has seen
-            probe.mkdir()
+            if config.hub_repo_id:
+                with naming("hub_repo_id: nothing can be pushed there"):
+                    huggingface_hub.HfApi().create_repo(
+                        config.hub_repo_id, private=config.hub_private, exist_ok=True
+                    )
+            probe = Path(mkdtemp(".part", "checkpoint-", folder))  # a name that no rank has seen
 
         probe, checkpoint, state = broadcast_object((probe, checkpoint, state))
         if not all(gather_objects(probe.is_dir())):
@@ -123,13 +129,17 @@ def find_start(config: TrainConfig) -> tuple[Path | None, dict[str, Any] | None]
     now = to_json(config)
     # `use_fsdp` may change, and by default decides which of the two kinds of bf16 is on.
     for settings in (before, now):
-        settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings.get("bf16"))
+        settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings["bf16"])
     changed = changed_fields(config)
     may_change = MAY_CHANGE.union(dict(config.unread()))
+    if not (config.use_peft or config.has_reference):
+        may_change |= {"model_id"}  # all weights are the checkpoint's
     for name, value in now.items():
         # A run from before there was such a field had its default.
         old = before.get(name, "its default" if name in changed else value)
-        if name not in may_change and old != value:
+        # The same path may be written otherwise, or from another folder.
+        is_same_path = Path(str(value)).resolve() == Path(state.get("cwd", ""), str(old)).resolve()
+        if name not in may_change and value != old and not is_same_path:
             raise UserError(
                 f"{checkpoint} was trained with {name}={old}, not {value}: "
                 "use that, or another output_dir"
@@ -239,7 +249,7 @@ class Checkpoints:
         self._writing = shards
         if is_main():
             self._writing = self._pool.submit(
-                self._write, part, shards, weights, {**state, "step": step}
+                self._write, part, shards, weights, {**state, "step": step, "cwd": os.getcwd()}
             )
 
     @contextmanager
@@ -272,12 +282,14 @@ class Checkpoints:
 
             repo_id = self.config.hub_repo_id
             if repo_id and step == rollouts.num_steps and is_main():
-                hub = huggingface_hub.HfApi()
-                hub.create_repo(repo_id, private=self.config.hub_private, exist_ok=True)
                 folder = self.folder / f"checkpoint-{step}"
-                hub.upload_folder(
-                    repo_id=repo_id, folder_path=folder, ignore_patterns=[f"{TRAINER}/*"]
-                )
+                with naming(
+                    "the checkpoint is saved, but not pushed, which "
+                    f"`hf upload {repo_id} {folder} . --exclude '{TRAINER}/*'` does"
+                ):
+                    huggingface_hub.HfApi().upload_folder(
+                        repo_id=repo_id, folder_path=folder, ignore_patterns=f"{TRAINER}/*"
+                    )
         finally:
             if error:
                 raise error  # also where saving failed
@@ -388,5 +400,5 @@ def _sync(path: Path) -> None:
 def _remove(path: Path) -> None:
     """Remove a checkpoint; its name never stands for half a checkpoint."""
     if path.exists():
-        renamed = path.rename(path.with_name(f"{path.name}-{time.time_ns()}.part"))
+        renamed = path.rename(mkdtemp(".part", "checkpoint-", path.parent))
         shutil.rmtree(renamed, ignore_errors=True)
