@@ -13,7 +13,6 @@ and transformers, and can be copied alone.
 import inspect
 import math
 import random
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -859,9 +858,8 @@ def _refuse(base: Any) -> None:
     odd -= {"full_attention", "sliding_attention", "linear_attention"}
     if odd:
         raise ValueError(f"layers of type {', '.join(sorted(odd))} do not see a whole prefix")
-    rope = re.search("longrope|dynamic", str(getattr(config, "rope_parameters", None)))
-    if rope:
-        raise ValueError(f"{rope[0]} position embeddings depend on the longest text of a batch")
+    if rope_limit(config) < math.inf:
+        raise ValueError("longrope and dynamic position embeddings depend on the longest text")
     is_used = getattr(config, "use_sliding_window", True)
     if is_used and getattr(config, "sliding_window", None) is not None:
         kinds = {type(module) for module in base.modules() if "Attention" in type(module).__name__}
@@ -870,6 +868,21 @@ def _refuse(base: Any) -> None:
             raise ValueError(
                 "its sliding window is in the mask alone and does not reach the attention function"
             )
+
+
+def rope_limit(config: Any) -> float:
+    """The longest text, in tokens, that does not change a model's rope factors; mostly inf.
+
+    Beyond it longrope and dynamic NTK take others: here for all texts of a forward, and in vLLM for
+    all texts of a server whose --max-model-len exceeds it.
+    """
+    config = config.get_text_config(decoder=True)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # of all layers, or by their types
+        match rope:
+            case {"rope_type": "longrope" | "dynamic"}:
+                return rope.get("original_max_position_embeddings", config.max_position_embeddings)
+    return math.inf
 
 
 def _use(base: Any, name: str) -> None:
@@ -1048,10 +1061,7 @@ def _logits(base: Any, original: Any, outputs: Any, hidden: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def _in_chunks(
-    head: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    vocab_size: int,
-    asked: _Asked,
+    head: Callable[[Tensor], Tensor], hidden: Tensor, vocab_size: int, asked: _Asked
 ) -> tuple[Tensor, ...]:
     """Log-probs and entropies [N]; backward makes the logits of each chunk again."""
 
@@ -1177,10 +1187,7 @@ def _less(logits: Tensor, column: Tensor) -> Tensor:
 
 
 def _inputs(
-    base: Any,
-    row: PackedBatch,
-    images: dict[str, Any],
-    inputs_embeds: Tensor | None = None,
+    base: Any, row: PackedBatch, images: dict[str, Any], inputs_embeds: Tensor | None = None
 ) -> dict[str, Any]:
     """A model's arguments for a row: token ids, or features instead."""
     if base.get_output_embeddings() is None:
@@ -1194,6 +1201,8 @@ def _inputs(
     if row.tree is not None:
         inputs |= _shared_inputs(base, row, row.tree, images)
     else:  # as any model's own attention takes it
+        if row.input_ids.shape[1] > rope_limit(base.config):
+            raise ValueError("a text is too long for the rope factors of others in its row: cut it")
         inputs["attention_mask"] = row.attention_mask
         for name in ("mm_token_type_ids", "token_type_ids"):
             if images and name in inspect.signature(base.forward).parameters:
@@ -1211,10 +1220,7 @@ def _inputs(
 
 
 def _shared_inputs(
-    base: Any,
-    row: PackedBatch,
-    tree: Tree,
-    images: dict[str, Any],
+    base: Any, row: PackedBatch, tree: Tree, images: dict[str, Any]
 ) -> dict[str, Any]:
     """A row's tree, its positions, and a mask that says nothing."""
     config = base.config.get_text_config()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from config import TrainConfig, UserError, changed_fields, parse_args
+from prefix_attention import rope_limit
 from rollouts.data import leave_out_long, load_train_set
 from rollouts.group import Group, Prompt
 from rollouts.order import Order
@@ -24,7 +25,13 @@ from rollouts.scoring import Scorer
 from rollouts.servers import ServerPool
 from train import grpo_loss, loss_normalizer, off_policy_weights, optimizer_step, set_advantages
 from training.batching import Dealer, num_trained
-from training.model import build_policy, share_prefixes, token_logprobs, with_bf16
+from training.model import (
+    build_policy,
+    load_model_config,
+    share_prefixes,
+    token_logprobs,
+    with_bf16,
+)
 from training.optimizer import build_optimizer
 from utils import exits, process_group
 from vllm_client import ServerError
@@ -101,9 +108,10 @@ def main(config: TrainConfig) -> None:
     config = with_bf16(config)
     tokenizer = tokenizer_of(load_processor(config))
     prompts = load_train_set(tokenizer, config)
+    limit = rope_limit(load_model_config(config)[0])
     with (
         process_group(config.collective_timeout) as device,
-        closing(ServerPool(config, tokenizer)) as pool,
+        closing(ServerPool(config, tokenizer, rope_limit=limit)) as pool,
         closing(Scorer(tokenizer, config)) as scorer,
     ):
         longest = min(pool.wait_until_ready(), config.max_tokens_per_gpu)

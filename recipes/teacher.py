@@ -2,9 +2,9 @@
 
     python vllm_server.py --model my-org/teacher --port 8001
 
-and in the recipe `parts=[Teacher("http://127.0.0.1:8001")]` beside `beta` or a `loss_fn`. The
-log-probs of prompt and completion are asked for beside the rewards, so they overlap with training,
-and take none of the trainer's memory.
+and in the recipe `parts=[Teacher("http://127.0.0.1:8001")]` beside `beta`, a `loss_fn`, or an
+`advantage_fn` that reads them. The log-probs of prompt and completion are asked for beside the
+rewards, so they overlap with training, and take none of the trainer's memory.
 """
 
 from dataclasses import replace
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from config import UserError
+from prefix_attention import rope_limit
 from rollouts.data import leave_out_long
 from rollouts.group import RolloutFailed
 from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
@@ -47,8 +48,11 @@ class Teacher:
     def __call__(self, run):
         """Connect the servers, and ask them for each group that was sampled."""
         config = run.config
-        if not config.beta and not config.loss_fn:
-            raise UserError("Teacher has no effect without beta or a loss_fn: leave it out")
+        if not (config.beta or config.loss_fn or config.advantage_fn):
+            raise UserError(
+                "Teacher has no effect without beta or a loss_fn, or an advantage_fn that reads "
+                "ref_logprobs: leave it out"
+            )
         if placeholder_ids(load_model_config(config)[0]):
             raise UserError("Teacher: with images the trainer needs its own reference_id")
 
@@ -59,7 +63,8 @@ class Teacher:
             top_k=None, sampling_params=None,  # as nothing is sampled there
         )  # fmt: skip
         kind = partial(ReferenceServer, temperature=config.temperature)
-        self.pool = ServerPool(theirs, tokenizer_of(run.processor), kind=kind)
+        longest = rope_limit(load_model_config(theirs)[0])
+        self.pool = ServerPool(theirs, tokenizer_of(run.processor), kind=kind, rope_limit=longest)
         self.pool.version = 0  # of the weights that they have, and keep
         run.exits.callback(self.pool.close)
         # To give log-probs, vLLM must also sample a token.

@@ -141,7 +141,7 @@ class Group:
     scored_s: float = 0.0
     dropped: str = ""  # `zero_advantage` or `failed` where it does not train, and why
     why: str = ""
-    ref_logprobs: Tensor | None = None  # of each completion token, nats, under a part's reference
+    ref_logprobs: Tensor | None = None  # [n] float32, nats, if a part of the run gives them
 
     # By `fill`; of each rollout:
     segments: list[list[Completion]] = field(init=False)

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from config import TrainConfig, UserError
+from prefix_attention import rope_limit
 from rollouts import data
 from rollouts.group import Group, Prompt, RolloutFailed
 from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
@@ -86,13 +87,12 @@ def check_packages(config: TrainConfig) -> None:
             ) from None
 
 
-def check_saving(processor: Any, config: TrainConfig) -> None:
+def check_saving(processor: Any, model_config: Any) -> None:
     """Save the processor and the model's configuration once, as each checkpoint does.
 
     Raises:
         UserError: one of them cannot be saved, as else the end of the training would tell.
     """
-    model_config, _ = load_model_config(config)
     with TemporaryDirectory() as folder, naming("model_id: its checkpoints could not be saved"):
         model_config.save_pretrained(folder)
         processor.save_pretrained(folder)
@@ -107,8 +107,11 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     check_packages(config)
     processor = load_processor(config)
     tokenizer = tokenizer_of(processor)
-    check_saving(processor, config)
-    pool = ServerPool(config, tokenizer, placeholder_ids(load_model_config(config)[0]))
+    model_config, _ = load_model_config(config)
+    check_saving(processor, model_config)
+    pool = ServerPool(
+        config, tokenizer, placeholder_ids(model_config), rope_limit=rope_limit(model_config)
+    )
 
     prompts = data.load_train_set(processor, config)
     held_out = data.load_sets("eval_dataset_id", "test", processor, config)
@@ -120,8 +123,9 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     max_len = limits[limit] - config.max_completion_len
     prompts = data.leave_out_long(prompts, max_len, config, "dataset_id", limit)
     for name, found in held_out.items():
-        where = f"eval_dataset_id {name}".strip()
-        held_out[name] = data.leave_out_long(found, max_len, config, where, limit)
+        held_out[name] = data.leave_out_long(
+            found, max_len, config, f"eval_dataset_id {name}".strip(), limit
+        )
     run = Run(
         config,
         before,

@@ -58,8 +58,8 @@ def server_urls(config: TrainConfig) -> list[str]:
 class ServerPool:
     """The rollout servers of a run, thread-safe.
 
-    `tokenizer` and `forbidden` are passed on to the servers, which `kind` makes. The limit on open
-    files is raised, for the whole process.
+    `tokenizer` and `forbidden` are passed on to the servers, which `kind` makes, and which take
+    texts of `rope_limit` tokens at most. The limit on open files is raised, for the whole process.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class ServerPool:
         tokenizer: Any = None,
         forbidden: Sequence[int] = (),
         kind: Any = Server,
+        rope_limit: float = math.inf,
     ):
         self.config = config
         self._make_server = partial(
@@ -79,6 +80,7 @@ class ServerPool:
         self.sends_adapter = False  # in place of whole weights
         self.sleeps = False  # until the next update: no server is taken back, which would wake it
         self._longest = config.max_tokens_per_gpu  # tokens of a sequence that all take
+        self._rope_limit = rope_limit
 
         # Every request has a connection, which is a file.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -175,6 +177,8 @@ class ServerPool:
             f"takes fewer tokens than others: give it --max-model-len {self._longest}": (
                 about.max_model_len < self._longest
             ),
+            "takes long texts, and so all by other rope factors than the trainer: "
+            f"give it --max-model-len {self._rope_limit}": about.max_model_len > self._rope_limit,
             "serves the model itself, and not what scripts/dequantize.py makes of it": (
                 is_4bit and ours == served[0]
             ),

@@ -181,6 +181,13 @@ def server_words(args: argparse.Namespace, config: TrainConfig, has_gpu: bool = 
     length = "auto"  # as long as it can
     if config.max_tokens_per_gpu <= context:
         length = str(config.max_tokens_per_gpu)
+    if re.search("longrope|dynamic|'(su|yarn)'", str(model)):  # Phi-3 had other names for longrope
+        from prefix_attention import rope_limit  # these import torch, which takes seconds
+        from training.model import load_model_config
+
+        limit = rope_limit(load_model_config(config)[0])
+        if limit < math.inf:
+            length = str(min(limit, config.max_tokens_per_gpu))
     words = [sys.executable, os.path.relpath(ROOT / "vllm_server.py")]
     if config.base_4bit:
         words += ["--model", base_folder(config), "--served-model-name", config.model_id]

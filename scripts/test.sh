@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # bash scripts/test.sh [PYTEST ARGUMENT ...]          all tests but the slow ones, on the CPU also where there is a GPU
-# bash scripts/test.sh --quick [PYTEST ARGUMENT ...]  those of them that start no server
+# bash scripts/test.sh --quick [PYTEST ARGUMENT ...]  those of them that start no server, and look at behaviour alone
 # bash scripts/test.sh --versions [SET ...]           the same on other versions (scripts/versions.py)
 # bash scripts/test.sh -m slow, or -m gpu             those that train for minutes, or need a GPU
 set -euo pipefail
-if [ "${1:-}" = --quick ]; then set -- -m "not server and not slow" "${@:2}"; fi
+if [ "${1:-}" = --quick ]; then set -- -m "not server and not slow and not house" "${@:2}"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "${1:-}" = --versions ]; then

@@ -42,6 +42,7 @@ RUNS = (
     "test_readme",
     "test_faults",
 )
+HOUSE = ("test_house", "test_docs", "test_evidence")  # what a fork may do otherwise, and documents
 LONGEST = (
     *RUNS,
     "test_launch",
@@ -70,6 +71,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if SERVERS & set(item.fixturenames) or item.path.stem in RUNS:
             item.add_marker("server")
+        if item.path.stem in HOUSE:
+            item.add_marker("house")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

@@ -511,6 +511,7 @@ def test_a_missing_value_is_told(words):
     assert config.reward_weights == [-0.5, 1.0]
 
 
+@pytest.mark.house
 def test_every_field_is_documented_and_read():
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     rooms = ("rollouts", "training", "weights", "server")

@@ -22,7 +22,7 @@ from rollouts.servers import server_urls
 ROOMS = ("rollouts", "training", "weights", "server")
 FOLDERS = (*ROOMS, "recipes", "scripts", "benchmarks")
 OPTIONS = {  # of the server, and of scripts: no fields
-    "gpu-memory-utilization", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key", "remote",
+    "gpu-memory-utilization", "max-model-len", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key", "remote",
     "servers", "print", "doctor", "metrics", "enable-lora", "enable-sleep-mode", "any-vllm", "ssl-keyfile", "ssl-certfile", "versions", "sleep", "max-lora-rank", "served-model-name", "plan", "server_options", "keep", "html", "serve", "kv-cache-memory-bytes", "no-enforce-eager",
 }  # fmt: skip
 # What documents name and no source of ours defines: other programs, their variables, routes, and names of examples.
@@ -30,7 +30,7 @@ OUTSIDE = frozenset({
     "True", "torch", "distributed", "torchrun", "vllm", "serve", "ps", "wandb", "datasets", "from_pretrained",
     "GRPOTrainer", "GRPOConfig", "AsyncGRPOConfig", "actor", "actor_rollout_ref", "rollout", "clip_low", "clip_high",
     "clip_ratio_c", "CUDA_VISIBLE_DEVICES", "TRACKIO_DIR", "VLLM_MAX_IMAGE_PIXELS", "brevity", "own_loss", "MODEL", "OUTPUT", "PATH",
-    "pairs", "context", "answers", "metrics", "sbatch", "False", "WANDB_NAME", "nohup",
+    "pairs", "context", "answers", "metrics", "sbatch", "False", "WANDB_NAME", "nohup", "git", "apply",
 })  # fmt: skip
 
 

@@ -40,6 +40,7 @@ def pins(name):
     )
 
 
+@pytest.mark.house
 def test_the_locks_hold_what_is_asked_for():
     wanted, gpu, cpu = (
         pins("requirements.txt"),
@@ -54,6 +55,7 @@ def test_the_locks_hold_what_is_asked_for():
     assert {name: on_cpu[name] for name in wanted} == wanted
 
 
+@pytest.mark.house
 def test_the_lock_of_the_other_vllm():
     """It differs from the first in vLLM, and in what that needs: a newer torch."""
     wanted, lock = pins("requirements.txt"), pins("requirements-gpu-vllm-0.33.txt")
@@ -64,6 +66,7 @@ def test_the_lock_of_the_other_vllm():
     assert "orjson" in lock
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("name", ["oldest", "newest"])
 def test_sets_of_a_trainer(name):
     """Beside the versions that are tried they have what requirements.txt has."""
@@ -74,6 +77,7 @@ def test_sets_of_a_trainer(name):
     assert all(tried[package] == wanted[package] for package in wanted.keys() - chosen)
 
 
+@pytest.mark.house
 def test_documents_say_what_was_tried():
     """What docs/versions.json has, of the sets as they are, and nothing failed."""
     results = json.loads(versions.RESULTS.read_text())

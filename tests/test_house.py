@@ -1,10 +1,13 @@
 """The house: which rooms there are, who may import whom, and how plainly all of it reads."""
 
 import ast
+import re
+import shutil
 import subprocess
+import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ENV, ROOT
 from measure import broken_limits, figures_of
 
 TOP = {"train", "config", "prefix_attention", "vllm_server", "vllm_client", "utils"}
@@ -131,3 +134,28 @@ def test_no_merge_is_half_done():
         ["git", "grep", "-lE", "^(<<<<<<< |>>>>>>> )"], cwd=ROOT, capture_output=True, check=False
     )
     assert done.stdout == b""
+
+
+def test_a_fork_fails_nothing_under_quick(tmp_path):
+    """A recipe beside train.py, one in recipes/, lines in the loop: what guards the house is left out."""
+    fork = tmp_path / "fork"
+    hidden = shutil.ignore_patterns(".*", "outputs", "__pycache__")
+    shutil.copytree(ROOT, fork, ignore=hidden)
+    for path in ("my_recipe.py", "recipes/mine.py"):
+        shutil.copy(fork / "recipes" / "tiny.py", fork / path)
+    train = (fork / "train.py").read_text()
+    line = "    config = with_bf16(config)\n"
+    assert line in train
+    (fork / "train.py").write_text(train.replace(line, line + 3 * '    print("a fork")\n'))
+
+    (quick,) = re.findall(
+        r'--quick ]; then set -- -m "(.*?)"', (ROOT / "scripts/test.sh").read_text()
+    )
+    readers = [
+        f"tests/test_{name}.py" for name in ("house", "docs", "evidence", "recipes", "config")
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", quick, *readers],
+        cwd=fork, env=ENV, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout

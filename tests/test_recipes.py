@@ -53,6 +53,7 @@ def chat(tmp_path_factory):
         yield model, started.wait()
 
 
+@pytest.mark.house
 def test_every_recipe_is_here():
     files = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert files - NO_RECIPES == set(DATA)
@@ -121,6 +122,7 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("name", ["own_reward", "own_data", "own_loss"])
 def test_what_is_ones_own_takes_ten_lines(name):
     """Against `recipes/tiny.py`, of which it is a copy: lines written or changed, blank ones aside."""

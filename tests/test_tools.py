@@ -347,6 +347,7 @@ def test_axes_are_those_of_the_data(tmp_path, monkeypatch):
         assert not any(line.get_clip_on() for line in axes.lines)  # whole at the edges, too
 
 
+@pytest.mark.house
 def test_units_are_those_of_the_documents():
     """A metric in whose meaning docs/metrics.md names a unit has it."""
     page = (ROOT / "docs" / "metrics.md").read_text()
