@@ -29,7 +29,7 @@ FLOORS = {  # of a file, or else of its room
 }  # fmt: skip
 FILE_LINES, FUNCTION_LINES = 450, 60
 FILE_LIMITS = {  # a library that nobody must read, fields that are their own documentation
-    "prefix_attention": 1270,
+    "prefix_attention": 1275,
     "config": 820,
 }
 ALL_NODES = 36_600  # of the syntax tree, without annotations and docstrings
