@@ -215,8 +215,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     # -- data --------------------------------------------------------------------------------------
     dataset_id: Source | Sets
     """A `datasets` name, `name:subset` or `name:subset:split` (without a split: train), a file
-    (`.jsonl`, `.json`, `.csv`, `.parquet`), or a function that returns the same rows each time:
-    `prompt`, perhaps `images`; or several of them by name. All columns of a `.csv` are text."""
+    (`.jsonl`, `.ndjson`, `.json`, `.csv`, all of them `.gz` too, `.parquet`), or a function that
+    returns the same rows each time: `prompt`, perhaps `images`; or several of them by name.
+    All columns of a `.csv` are text."""
     eval_dataset_id: Source | Sets | None = None
     """Held-out problems, given as `dataset_id` is (a name without a split: test);
     None evaluates nothing."""
@@ -239,6 +240,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     no_apply_chat_template: bool = False
     """Tokenize a string prompt as it is, even where there is a chat template;
     chat messages always go by it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """What the chat template takes beside messages, as `{"enable_thinking": false}`;
+    a row's own columns `tools` and `chat_template_kwargs` come on top."""
 
     # -- rollouts ----------------------------------------------------------------------------------
     vllm_urls: list[str] = dataclasses.field(default_factory=lambda: ["http://127.0.0.1:8000"])
@@ -376,10 +380,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Share of all steps over which the learning rate rises linearly."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay, of all weights but biases and norms."""
-    adam_beta1: BelowOne = 0.9
-    """Decay of AdamW's first moment."""
     adam_beta2: BelowOne = 0.999
-    """Decay of AdamW's second moment."""
+    """Decay of AdamW's second moment; that of its first is 0.9."""
     adam_8bit: bool = False
     """Keep AdamW's moments in 8 bits (needs torchao): about 2 bytes a weight in place of 8."""
     grad_norm: NonNegativeFloat = 1.0

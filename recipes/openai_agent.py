@@ -122,6 +122,7 @@ class _Rollout:
         self.id = uuid.uuid4().hex
         self.lock = threading.Lock()
         self.calls: list[_Call] = []
+        self.template: dict[str, Any] = {}  # what the chat template gets, but for a request's own
         self.failure: ServerError | None = None
         self.is_full = False  # a request found no room for a reply
         self.base_url = f"http://127.0.0.1:{_loopback().server_port}/{self.id}/v1"
@@ -135,6 +136,7 @@ class _Rollout:
             Exception: any other of the agent's.
         """
         ROLLOUTS[self.id] = self
+        self.template = prompt.template
         try:
             info = agent(self.base_url, prompt)
             if inspect.iscoroutine(info):
@@ -191,9 +193,9 @@ class _Rollout:
         """
         check_parameters(request)
         call.messages = [plain_message(message) for message in request["messages"]]
+        call.template = {**self.template, **(request.get("chat_template_kwargs") or {})}
         if request.get("tools"):
             call.template["tools"] = request["tools"]
-        call.template |= request.get("chat_template_kwargs") or {}
         call.ids = self._prompt_ids(call)
 
         stops = stop_words(request)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from rollouts.processor import as_sampled
 from rollouts.scoring import spoken
 
 First = TypeVar("First")
@@ -37,7 +38,7 @@ def turn_ids(
         messages: the conversation for which the reply was sampled.
         reply_ids: its tokens [n].
         then: the messages that answer it.
-        template: what else the template takes, as for the first turn (`tools`, `enable_thinking`).
+        template: what else the template takes, as for the first turn: `prompt.template`.
 
     Returns:
         None where the template rewrites history (stripped thinking): where the second rendering
@@ -50,7 +51,7 @@ def turn_ids(
             conversation, tokenize=False, add_generation_prompt=True, **template
         )
 
-    reply = tokenizer.decode(reply_ids)
+    reply = as_sampled(reply_ids, tokenizer)
     said = spoken([int(token_id) for token_id in reply_ids], tokenizer)
     before = rendered(messages)
     after = rendered([*messages, {"role": "assistant", "content": said}, *then])
@@ -69,7 +70,8 @@ def turn_ids(
         return tokenizer(between, add_special_tokens=False)["input_ids"]
     # Behind that token, which is then dropped: some tokenizers treat the beginning of a text in a
     # way of their own.
-    return tokenizer(tokenizer.decode([last]) + between, add_special_tokens=False)["input_ids"][1:]
+    with_last = as_sampled([last], tokenizer) + between
+    return tokenizer(with_last, add_special_tokens=False)["input_ids"][1:]
 
 
 def end_of(reply: str, text: str) -> int | None:

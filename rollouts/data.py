@@ -1,6 +1,7 @@
 """Prompts from the rows of a data set: read, tokenized, checked."""
 
 import csv
+import gzip
 import hashlib
 import itertools
 import json
@@ -8,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from config import TrainConfig, UserError
@@ -19,6 +19,12 @@ from rollouts.scoring import REWARD_ARGUMENTS, check_rewards
 from utils import naming
 
 MOST_ROWS = 10_000_000  # of a generator, which may be endless
+ENDINGS = (  # of files of rows
+    ".jsonl", ".ndjson", ".json", ".csv", ".parquet",
+    ".jsonl.gz", ".ndjson.gz", ".json.gz", ".csv.gz",
+)  # fmt: skip
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # for the chat template, as TRL names them
+NO_COLUMNS = ("prompt", "image", "images", *TEMPLATE_COLUMNS)  # of rewards, unless asked for
 
 
 def load_rows(
@@ -27,7 +33,7 @@ def load_rows(
     """The rows of a data set, after `collate_fn`.
 
     Args:
-        source: a function, a `.jsonl`, `.json`, `.csv` or `.parquet` file, or a `datasets` name.
+        source: a function, a file with one of `ENDINGS`, or a folder or name that `datasets` knows.
         split: of a `datasets` name that says none.
         config: collate_fn.
 
@@ -41,16 +47,10 @@ def load_rows(
     with naming(f"dataset {name}"):
         if callable(source):
             rows = source()
-        elif source.endswith((".jsonl", ".json")):
-            rows = _json_rows(Path(source).read_text("utf-8-sig"))
-        elif source.endswith(".csv"):
-            # All of it is text: 007 is not 7, and NA is not nothing.
-            with open(source, encoding="utf-8-sig", newline="") as file:
-                rows = list(csv.DictReader(file))
-            if any(None in row for row in rows):  # the name of cells beyond the header's
-                raise ValueError("a row has more cells than the header has names")
-        elif source.endswith(".parquet"):
-            rows = Dataset.from_parquet(source)
+        elif os.path.isfile(source) or (
+            source.lower().endswith(ENDINGS) and not os.path.isdir(source)
+        ):
+            rows = _rows_of_file(source)
         else:
             path, subset, own_split = [*source.split(":", 2), "", ""][:3]
             rows = load_dataset(path, subset or None, split=own_split or split)
@@ -58,7 +58,9 @@ def load_rows(
         if isinstance(rows, Dataset) and rows.format["type"] is None:
             # Images stay bytes and paths.
             rows = rows.with_format("arrow")[:].to_pylist()
-            rows = [{name: _without_nulls(value) for name, value in row.items()} for row in rows]
+            for row in rows:
+                for column in row:
+                    row[column] = _without_nulls(row[column], column in TEMPLATE_COLUMNS)
         # Not only what max_steps needs: a run that goes on may raise it.
         rows = list(itertools.islice(rows, MOST_ROWS + 1))
         if len(rows) > MOST_ROWS:
@@ -70,6 +72,33 @@ def load_rows(
             rows = collate_fn(rows)
     if not rows:
         raise UserError(f"dataset {name} has no rows")
+    return rows
+
+
+def _rows_of_file(path: str) -> Any:
+    """The rows of a file, by the ending of its name, or of the file that it links to.
+
+    Raises:
+        ValueError: it has another ending; or a row of a table has more cells than its header.
+        OSError: there is no such file, or it cannot be read.
+    """
+    from datasets import Dataset
+
+    if not path.lower().endswith(ENDINGS):
+        path = os.path.realpath(path)
+    name = path.lower()
+    if not name.endswith(ENDINGS):
+        raise ValueError(f"its name must end in one of {', '.join(ENDINGS)}")
+    os.stat(path)  # a missing file has one error, whatever its ending
+    if name.endswith(".parquet"):
+        return Dataset.from_parquet(path)
+    open_text: Any = gzip.open if name.endswith(".gz") else open
+    with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
+        if ".csv" not in name[-7:]:
+            return _json_rows(file.read())
+        rows = list(csv.DictReader(file))  # all of it is text: 007 is not 7, and NA is not nothing
+    if any(None in row for row in rows):  # the name of cells beyond the header's
+        raise ValueError("a row has more cells than the header has names")
     return rows
 
 
@@ -88,18 +117,21 @@ def _json_rows(text: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _without_nulls(value: Any, is_chat: bool = False) -> Any:
+def _without_nulls(value: Any, is_chat: bool) -> Any:
     """A column's value without null values in messages, which its type gives to all of them.
 
-    Else a tool would be called with the arguments of all others.
+    Else a tool would be called with the arguments of all others, or have their parameters.
     """
     if isinstance(value, list):
         return [_without_nulls(item, is_chat) for item in value]
     if not isinstance(value, dict):
         return value
     is_chat = is_chat or "role" in value
-    kept = {key: item for key, item in value.items() if item is not None or not is_chat}
-    return {key: _without_nulls(item, is_chat) for key, item in kept.items()}
+    return {
+        key: _without_nulls(item, is_chat)
+        for key, item in value.items()
+        if item is not None or not is_chat
+    }
 
 
 def load_prompts(
@@ -136,24 +168,28 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
         raise ValueError(f"it has images, and model_id={config.model_id} takes none")
     names = config.extra_columns
     if names is None:
-        names = [name for name in row if name not in ("prompt", "image", "images")]
+        names = [name for name in row if name not in NO_COLUMNS]
     taken = {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())}.intersection(names)
     if taken:
         raise ValueError(
             f"its column {taken.pop()} has the name of another argument of rewards: rename it"
         )
 
-    text, needs_beginning = as_text(processor, content, len(images), config)
-    tokenizer = tokenizer_of(processor)
-    token_ids = as_ids(text, tokenizer, needs_beginning)
+    template = dict(config.chat_template_kwargs or {})
+    with naming("its chat_template_kwargs must be a dictionary, and no text"):
+        template |= row.get("chat_template_kwargs") or {}
+    if row.get("tools"):  # Llama's templates tell of tools even where the list is empty
+        template["tools"] = row["tools"]  # which transformers checks
+    text, needs_beginning = as_text(processor, content, len(images), config, **template)
+    token_ids = as_ids(text, tokenizer_of(processor), needs_beginning)
 
     unfilled = set(placeholder_ids(processor)) & set(token_ids)
     if images:
         unfilled.discard(processor.image_token_id)
     if unfilled:
-        token = tokenizer.convert_ids_to_tokens(unfilled.pop())
+        token = tokenizer_of(processor).convert_ids_to_tokens(unfilled.pop())
         raise ValueError(f"its prompt has a placeholder ({token}), and nothing for it")
-    return Prompt(index, token_ids, content, {name: row[name] for name in names}, images)
+    return Prompt(index, token_ids, content, {name: row[name] for name in names}, images, template)
 
 
 def _content_and_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -242,6 +278,23 @@ def leave_out_long(
             raise UserError(said)
         print(said)
     return kept
+
+
+def check_vocabulary(prompts: list[Prompt], processor: Any, model_config: Any) -> None:
+    """Refuse prompts with a token that the model has no embedding for.
+
+    Raises:
+        UserError: names the row.
+    """
+    vocab_size = model_config.get_text_config(decoder=True).vocab_size
+    for prompt in prompts:
+        last = max(prompt.token_ids, default=0)
+        if last >= vocab_size and last not in placeholder_ids(processor):
+            token = tokenizer_of(processor).decode(last)
+            raise UserError(
+                f"{prompt.where}: the model has no embedding for its token {token} ({last}): "
+                "resize the model's embeddings, or leave that token out"
+            )
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -28,6 +28,8 @@ class Prompt:
     content: Any  # the dataset's `prompt` (string or chat messages), for rewards and people
     columns: dict[str, Any]  # the other columns that the rewards want
     sources: list[Any] = field(default_factory=list)  # its images as the dataset has them
+    # What its chat template takes beside messages: `tools`, or the like of `enable_thinking`
+    template: dict[str, Any] = field(default_factory=dict)
     images: Any = None  # its images, processed (`rollouts.images.Images`); None until it is sampled
     set: str = ""  # its data set's name, where there are several
     place: str = ""  # in its data set, for messages

@@ -13,6 +13,7 @@ from torch import Tensor
 from config import TrainConfig, UserError
 from rollouts.group import Prompt
 from rollouts.processor import as_ids, as_text, tokenizer_of, with_beginning
+from server.messages import MAX_IMAGES_BYTES, MAX_PIXELS
 from utils import naming
 
 PADDING_MARKS = {"image_sizes", "pixel_attention_mask"}  # inputs that tell the model its padding
@@ -52,7 +53,7 @@ def open_image(source: Any) -> Any:
         source: a PIL image, bytes, a path, a data URI or its base64 alone.
 
     Raises:
-        ValueError: it has more than 8 bits a channel.
+        ValueError: it has more than 8 bits a channel, or more pixels than a server takes.
     """
     from PIL import Image, ImageOps
 
@@ -63,6 +64,8 @@ def open_image(source: Any) -> Any:
         if not isinstance(image, Image.Image):
             image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
 
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"an image has more than {MAX_PIXELS} pixels: make it smaller")
     if image.mode[0] in "FI":  # of floats, or of more bits, which PIL would cut off
         raise ValueError(f"it has an image of mode {image.mode}: save it with 8 bits a channel")
     image = ImageOps.exif_transpose(image)
@@ -76,12 +79,21 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     """The prompt with its images processed and its tokens expanded.
 
     Raises:
-        UserError: an image cannot be read, or has no place in the prompt; names the row.
+        UserError: an image cannot be read, or has no place in the prompt, or they are more than a
+            server takes; names the row.
     """
     with naming(prompt.where):
         sources = [image_source(source) for source in prompt.sources]
         images = [open_image(source) for source in sources]
-        text, needs_beginning = as_text(processor, prompt.content, len(images), config)
+        urls = list(map(data_uri, images))
+        if sum(map(len, urls)) > MAX_IMAGES_BYTES:
+            raise ValueError(
+                f"its images have more than {MAX_IMAGES_BYTES >> 20} MiB, as PNG in base64: "
+                "make them smaller"
+            )
+        text, needs_beginning = as_text(
+            processor, prompt.content, len(images), config, **prompt.template
+        )
         # Gemma3's templates write boi_token, others image_token.
         num_places = 0
         for name in ("boi_token", "image_token"):
@@ -105,7 +117,7 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
         images=Images(
             server_ids=as_ids(text, tokenizer, needs_beginning),
             num_tokens=len(token_ids),
-            urls=[data_uri(image) for image in images],
+            urls=urls,
             inputs=inputs,
         ),
     )

@@ -3,6 +3,8 @@
 import copy
 import inspect
 from collections.abc import Callable
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +75,28 @@ def placeholder_ids(owner: Any) -> list[int]:
     return [token_id for token_id in token_ids if token_id is not None]
 
 
+def hold_date(processor: Any, moment: str) -> None:
+    """Let chat templates that write the date take this moment for now, an ISO date and time.
+
+    So a run's prompts and turns stay the same over midnight, and when it goes on another day.
+    """
+    strftime = datetime.fromisoformat(moment).strftime
+    for owner in (processor, tokenizer_of(processor)):
+        if "strftime_now" in str(owner.chat_template):  # as transformers names it for templates
+            owner.apply_chat_template = partial(owner.apply_chat_template, strftime_now=strftime)
+
+
+def as_sampled(token_ids: Any, tokenizer: Any) -> str:
+    """The text of tokens [n] as they stand: some tokenizers would leave out spaces."""
+    return tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+
 # -- From messages to text -------------------------------------------------------------------------
 
 
-def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) -> tuple[str, bool]:
+def as_text(
+    processor: Any, content: Any, num_images: int, config: TrainConfig, **template: Any
+) -> tuple[str, bool]:
     """A string or chat messages as text, by the chat template.
 
     A last message of the assistant is a prefill, from which the completion goes on: it follows as
@@ -87,13 +107,20 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
         The text, and True where the tokenizer's beginning (BOS) still has to come before it.
 
     Raises:
-        ValueError: a message of which the template shows nothing.
+        ValueError: a message of which the template shows nothing, or arguments without a template.
     """
     owner = processor if getattr(processor, "chat_template", None) else tokenizer_of(processor)
     if isinstance(content, str):
         if config.no_apply_chat_template or not owner.chat_template:
+            if template:
+                raise ValueError(
+                    "no chat template takes its tools or chat_template_kwargs here: leave them out"
+                )
             return content, True
         content = [{"role": "user", "content": content}]
+    for name in template:
+        if name not in str(owner.chat_template):
+            raise ValueError(f"the chat template reads no {name}: leave it out")
 
     messages = []  # with their texts in parts, as templates for images want
     for message in content:
@@ -110,16 +137,18 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
             raise ValueError("its last message calls tools, or is its only one: nothing goes on")
 
     takes_images = hasattr(processor, "image_processor")
-    has_places = any(IMAGE in message["content"] for message in messages)
-    if takes_images and not has_places:
-        users = [message for message in messages if message["role"] == "user"]
-        for message in users[:1]:
-            message["content"] = [IMAGE] * num_images + message["content"]
+    if takes_images and not any(IMAGE in message["content"] for message in messages):
+        for message in messages:
+            if message["role"] == "user":
+                message["content"] = [IMAGE] * num_images + message["content"]
+                break
 
     def render(messages: list[dict[str, Any]]) -> str:
         if not takes_images:  # whose templates would show parts as nothing, or as Python
             messages = [{**message, "content": _text_of(message)} for message in messages]
-        return owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return owner.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **template
+        )
 
     text = render(messages)
     _check_shown(messages, render)

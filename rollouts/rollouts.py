@@ -320,6 +320,7 @@ class Rollouts:
             return {}
         return {
             "num_tokens": self.num_tokens,
+            "began": self.run.before["began"],
             "prompts": self.fingerprint,
             "history": dict(self.order.history),  # it is written while groups end
             **self.stream.state(),

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -11,7 +12,7 @@ from config import TrainConfig, UserError
 from prefix_attention import rope_limit
 from rollouts import data
 from rollouts.group import Group, Prompt, RolloutFailed
-from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
+from rollouts.processor import hold_date, load_processor, placeholder_ids, tokenizer_of
 from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Failures, Scorer
 from rollouts.servers import ServerPool
@@ -106,6 +107,7 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     """
     check_packages(config)
     processor = load_processor(config)
+    hold_date(processor, before.setdefault("began", datetime.now().isoformat()))
     tokenizer = tokenizer_of(processor)
     model_config, _ = load_model_config(config)
     check_saving(processor, model_config)
@@ -115,6 +117,8 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
 
     prompts = data.load_train_set(processor, config)
     held_out = data.load_sets("eval_dataset_id", "test", processor, config)
+    for found in (prompts, *held_out.values()):
+        data.check_vocabulary(found, processor, model_config)
     limits = {
         "max_tokens_per_gpu": config.max_tokens_per_gpu,
         "the servers' --max-model-len": pool.wait_until_ready(sampling_params(config)),

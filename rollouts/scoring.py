@@ -19,6 +19,7 @@ from torch import Tensor
 
 from config import TrainConfig, UserError
 from rollouts.group import Group, Prompt
+from rollouts.processor import as_sampled
 from rollouts.sampling import sampling_params
 from rollouts.workers import CallError, CallPool
 from utils import naming
@@ -85,9 +86,10 @@ def spoken(
     is_ended: bool = True,
     kept: Collection[int | str] = (),
 ) -> str:
-    """The text of sampled tokens, without those that end or pad it.
+    """The text of sampled tokens, without those that end it.
 
-    Other special tokens belong to it, as `<think>` and `<tool_call>` in some vocabularies.
+    Other special tokens belong to it, as `<think>` and `<tool_call>` in some vocabularies; and the
+    padding token, as servers sample no padding: it may be any word.
 
     Args:
         token_ids: of a completion, or of a turn.
@@ -97,14 +99,14 @@ def spoken(
     """
 
     def is_kept(token_id: int) -> bool:
-        return token_id in kept or tokenizer.decode([token_id]) in kept
+        return token_id in kept or as_sampled([token_id], tokenizer) in kept
 
     last = token_ids[-1:]
     is_special = tokenizer.decode(last) != tokenizer.decode(last, skip_special_tokens=True)
     if is_ended and is_special and not is_kept(last[0]):
         token_ids = token_ids[:-1]  # the end of a turn, which not every tokenizer names
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    return tokenizer.decode([each for each in token_ids if each not in ends or is_kept(each)])
+    end = tokenizer.eos_token_id
+    return as_sampled([each for each in token_ids if each != end or is_kept(each)], tokenizer)
 
 
 def mean(values: list[float]) -> float:

@@ -18,6 +18,7 @@ from vllm.exceptions import VLLMClientError
 
 from server.adapter import ADAPTER
 from server.messages import (
+    MAX_BODY_BYTES,
     About,
     ConnectRequest,
     SampleRequest,
@@ -29,7 +30,6 @@ from server.messages import (
 from server.receiver import COMING, FAILED, GIVEN_UP, LOADED, LOADS_NOW, WHOLE
 from server.sample import abort, begin, replies
 
-MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 POLL_S = 5e-3  # between looks how far an update is
 # What a request is to blame for; msgpack raises the second and third.
 REFUSALS = (ValueError, OverflowError, TypeError, msgspec.MsgspecError, VLLMClientError)

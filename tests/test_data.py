@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import gzip
 import json
 import math
+import shutil
 from array import array
 from contextlib import contextmanager
 from functools import partial
@@ -22,9 +24,12 @@ from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
 from rollouts import workers
 from rollouts.data import (
+    ENDINGS,
+    check_vocabulary,
     fingerprint,
     leave_out_long,
     load_prompts,
+    load_rows,
     load_sets,
     load_train_set,
 )
@@ -87,6 +92,66 @@ def test_sources_give_the_same_prompts(tmp_path):
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text(), "utf-8-sig")
     assert prompts_of(str(tmp_path / "a.jsonl")) == expected
     assert prompts_of(str(tmp_path / "a.parquet")) == expected
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json", "csv", "parquet"])
+def test_files_by_their_endings(tmp_path, ending):
+    """In any case, zipped, and by links; a folder's name may have an ending, too."""
+    table = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+    lines = "\r\n".join(map(json.dumps, table))
+    texts = {"json": json.dumps(table), "csv": "prompt,answer\r\n1+1=,2\r\n2+2=,4\r\n"}
+    plain = tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        Dataset.from_list(table).to_parquet(plain)
+    else:
+        plain.write_text(texts.get(ending, lines), newline="")
+    paths = [shutil.copy(plain, tmp_path / f"A.{ending.upper()}"), plain]
+    if ending != "parquet":
+        for name in (f"b.{ending}.gz", f"B.{ending.upper()}.GZ"):
+            (tmp_path / name).write_bytes(gzip.compress(plain.read_bytes()))
+            paths.append(tmp_path / name)
+    for number, path in enumerate(list(paths)):
+        (tmp_path / f"link{number}").symlink_to(path)
+        paths.append(tmp_path / f"link{number}")
+    blob = shutil.copy(plain, tmp_path / "0123abcd")  # as the hub's cache has files
+    (tmp_path / f"linked.{ending}").symlink_to(blob)
+    for path in [*paths, tmp_path / f"linked.{ending}"]:
+        assert load_rows(str(path), "train", make_config()) == table, path
+
+    folder = tmp_path / f"folder.{ending}"
+    folder.mkdir()
+    Dataset.from_list(table).to_parquet(folder / "part-0.parquet")
+    assert load_rows(str(folder), "train", make_config()) == table
+
+
+def test_a_token_without_an_embedding_names_its_row(models):
+    """Added to the tokenizer alone, by whatever set."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<tool>"])
+    config = make_config(model_id=models["untied"], reward_funcs=[only_first])
+    plain = [{"prompt": "1+1="}]
+    added = [*plain, {"prompt": "<tool>2+2="}]
+    sets = {"easy": lambda: plain, "hard": lambda: added}
+    config = dataclasses.replace(config, dataset_id=sets, eval_dataset_id=lambda: added)
+    held_out = load_sets("eval_dataset_id", "test", tokenizer, config)[""]
+    for prompts, where in (
+        (load_train_set(tokenizer, config), "row 1 of dataset_id hard"),
+        (held_out, "row 1 of eval_dataset_id"),
+    ):
+        check_vocabulary(prompts[:1], tokenizer, config)
+        with pytest.raises(UserError, match=f"^{where}: .* no embedding for its token <tool> .99."):
+            check_vocabulary(prompts, tokenizer, config)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    for name in ("a.txt", "a", "a.jsonl.zst", "a.parquet.gz", "a.csv.jsonl.bak"):
+        (tmp_path / name).write_text("x")
+        with pytest.raises(UserError, match=rf"{name}: its name must end in one of \.jsonl, "):
+            load_rows(str(tmp_path / name), "train", make_config())
+    for ending in ENDINGS:
+        for name in (f"no{ending}", f"no{ending.upper()}"):
+            with pytest.raises(UserError, match="FileNotFoundError: .*No such file or directory"):
+                load_rows(str(tmp_path / name), "train", make_config())
 
 
 def test_a_table_is_taken_as_it_is_shown():

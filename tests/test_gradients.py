@@ -540,7 +540,6 @@ def test_optimizer_and_schedules():
     model = torch.nn.Linear(3, 3)
     fields = {
         "weight_decay": 0.1,
-        "adam_beta1": 0.8,
         "adam_beta2": 0.95,
         "warmup_ratio": 0.2,
         "learning_rate": 2.0,

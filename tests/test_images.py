@@ -41,7 +41,7 @@ from recipes.tiny_vlm import squares
 from rollouts.data import leave_out_long, load_prompts
 from rollouts.group import Completion, Group, Prompt, version_spans
 from rollouts.images import Images, image_source, joined_images, open_image, with_images
-from rollouts.processor import load_processor
+from rollouts.processor import hold_date, load_processor
 from rollouts.rollouts import Rollouts
 from rollouts.sampling import sample_group
 from train import train_batch
@@ -238,6 +238,46 @@ def test_messages_as_datasets_fills_them(tmp_path):
     )
     row["prompt"][1]["content"] = "Colour?"
     assert load(lambda: [row], processor=processor)[0].token_ids == prompt.token_ids
+
+
+def test_a_row_with_images_keeps_the_arguments_of_its_template():
+    """Its text is made again where its images are."""
+    processor = build_processor()
+    processor.chat_template += "{% if not enable_thinking %}(no thought){% endif %}"  # type: ignore[operator]
+    row = {
+        "prompt": "Colour?",
+        "image": picture(0),
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    (prompt,) = load(lambda: [row], processor=processor)
+    assert processor.tokenizer.decode(prompt.token_ids).endswith("Colour?(no thought)")
+    again = with_images(prompt, processor, make_config())
+    assert again.token_ids == prompt.token_ids
+
+
+def test_images_that_no_server_takes_name_their_row(monkeypatch):
+    large = Image.new("1", (14_000, 14_000))  # in memory Pillow does not look at its size
+    with pytest.raises(UserError, match="row 1: an image has more than 178956970 pixels"):
+        load(lambda: [rows()[1], {"prompt": "a", "image": large}])
+
+    monkeypatch.setattr("rollouts.images.MAX_IMAGES_BYTES", 1 << 20)
+    noise = torch.randint(256, (480, 480, 3), dtype=torch.uint8).numpy()
+    photo = Image.fromarray(noise)  # 0.9 MiB in base64
+    message = "row 2: its images have more than 1 MiB, as PNG in base64: make them smaller"
+    with pytest.raises(UserError, match=message):
+        load(lambda: [*rows()[:2], {"prompt": "a", "images": [photo, photo]}])
+    (prompt,) = load(lambda: [{"prompt": "a", "image": photo}], max_prompt_len=10_000)
+    assert prompt.sources
+
+
+def test_a_processor_with_a_date_is_held_and_saved(tmp_path):
+    processor = build_processor()
+    processor.chat_template = "{{ strftime_now('%Y') }}" + processor.chat_template  # type: ignore[operator]
+    hold_date(processor, "1999-12-31T23:59:59")
+    (prompt,) = load(lambda: rows()[:1], processor=processor)
+    assert processor.tokenizer.decode(prompt.token_ids).startswith("1999")
+    processor.save_pretrained(tmp_path)
+    assert load_processor(make_config(str(tmp_path))).chat_template == processor.chat_template
 
 
 def test_beginning_of_sequence(tmp_path):

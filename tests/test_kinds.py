@@ -18,9 +18,9 @@ from datasets import Dataset, DatasetDict
 from helpers import ENV, ROOT, make_tokenizer, table
 from PIL import Image
 from test_data import make_config, make_groups, prompts_of, rows, score
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch import nn
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 import recipes.losses
 import train
@@ -34,6 +34,7 @@ from rollouts.group import Completion, Group, Prompt
 from rollouts.images import open_image
 from rollouts.scoring import Failures, decoded, spoken
 from training.batching import MicroBatch, Update
+from training.logs import token_texts
 from training.metrics import TokenSums, batch_metrics
 from training.model import load_model, token_logprobs
 from training.optimizer import build_optimizer
@@ -146,6 +147,24 @@ def test_special_tokens_are_part_of_a_text():
     turns = "a<|turn_end|>b<|turn_end|>"  # a special token that is not the tokenizer's end
     assert spoken(ids(turns), tokenizer) == "a<|turn_end|>b"
     assert spoken(ids("a<eos>"), tokenizer, kept=["<eos>"]) == "a<eos>"
+
+
+def test_text_is_as_it_was_sampled():
+    """Whatever a tokenizer would clean up; and its padding token may be any word."""
+    words = ["<unk>", "\u2581a", "\u2581.", "\u2581,", "\u2581n't", "\u2581!", "<eos>", "0", "1"]
+    backend = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=0))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>", pad_token="0",
+        clean_up_tokenization_spaces=True,
+    )  # fmt: skip
+    ids = [1, 2, 1, 3, 1, 4, 1, 5]
+    assert spoken(ids, tokenizer) == "a . a , a n't a !"
+    assert "".join(token_texts(ids, tokenizer)).strip() == "a . a , a n't a !"
+    for end in ([], [6]):
+        assert spoken([8, 7, 7, 8, 7, 8, *end], tokenizer) == "100101"
+    assert spoken([8, 7, 6, 8, 7, 6], tokenizer) == "1010"
+    assert spoken([8, 7], tokenizer, is_ended=False) == "10"
 
 
 def test_what_a_run_stops_at_is_part_of_a_text():

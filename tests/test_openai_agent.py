@@ -111,6 +111,24 @@ def calculator_loop(client, question, **options):
             )
 
 
+def test_what_a_row_gives_the_template_stands_below_what_a_request_gives(scripted, tokenizer):
+    scripted.replies = {"hi": "yo", "again": "yes"}
+    row = {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
+    prompt = make_prompt(0, {"prompt": [user("hi")], **row}, tokenizer, TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=["os.path.exists"]
+    ))  # fmt: skip
+
+    def agent(url, prompt):
+        client = client_of(url)
+        ask(client, prompt.content)
+        ask(client, [user("again")], extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+
+    trained(agent, max_len=5000)(scripted.server, prompt, SAMPLING)
+    own, of_request = scripted.asked
+    assert own == prompt.token_ids
+    assert of_request == ids_of(tokenizer, [user("again")], tools=TOOLS, enable_thinking=True)
+
+
 def test_a_loop_of_tools_is_one_segment(scripted, tokenizer):
     thought = "<think>\nI add\n</think>\n\n"
     scripted.replies = {"tool_response>\n5": "It is 5", "2+3": thought + CALL}

@@ -10,15 +10,27 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import launch
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import ENV, RECIPE, ROOT, answer_in, free_port, on_forked_ranks, read, saved_state
+from helpers import (
+    ENV,
+    RECIPE,
+    ROOT,
+    answer_in,
+    free_port,
+    make_tokenizer,
+    on_forked_ranks,
+    read,
+    saved_state,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import chat_template_utils
 
 import train
 import training.model
@@ -134,6 +146,34 @@ def test_another_number_of_ranks_goes_on(start, tmp_path):
     )
     for name, weight in weights(tmp_path / "run").items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_goes_on_with_the_date_of_its_beginning(start, tmp_path, monkeypatch):
+    """On another day the template would write another prompt."""
+
+    class Tomorrow(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(tz) + timedelta(days=1)
+
+    dated = "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(
+        "rollouts.run.load_processor", lambda _: make_tokenizer(chat_template=dated)
+    )
+    options = ["--save_steps", 1]
+    main(parse_args(start(*options, "--max_steps", 2)))
+    began = datetime.fromisoformat(saved_state(tmp_path / "run" / "checkpoint-2")["began"])
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Tomorrow)
+    main(parse_args(start(*options, "--resume_from_checkpoint", "auto", "--max_steps", 3)))
+    later = saved_state(tmp_path / "run" / "checkpoint-3")
+    assert datetime.fromisoformat(later["began"]) == began
+
+    del later["began"]  # as a checkpoint of an earlier version
+    torch.save(later, tmp_path / "run" / "checkpoint-3" / "trainer" / "state.pt")
+    monkeypatch.setattr(chat_template_utils, "datetime", datetime)
+    main(parse_args(start(*options, "--resume_from_checkpoint", "auto")))
+    assert "began" in saved_state(tmp_path / "run" / "checkpoint-4")
 
 
 ADAPTER = ["--use_peft", "true", "--lora_target_modules", "q_proj,lm_head"]

@@ -18,8 +18,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from server import sample
-from server.app import MAX_BODY_BYTES, RolloutServer
-from server.messages import About, Sampled, SampleRequest, Updated
+from server.app import RolloutServer
+from server.messages import MAX_BODY_BYTES, About, Sampled, SampleRequest, Updated
 from server.receiver import COMING, FAILED, GIVEN_UP, LOADED, LOADING, LOADS_NOW, WHOLE
 from vllm_client import Server, ServerError
 

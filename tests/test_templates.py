@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from helpers import CHAT_TEMPLATE, VOCAB, make_tokenizer
+from some_rewards import only_first
 from test_data import make_config, prompts_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from config import UserError
-from rollouts.processor import as_ids, as_text
+from config import UserError, parse_args
+from recipes.turns import turn_ids
+from rollouts.data import load_sets
+from rollouts.processor import as_ids, as_text, hold_date
 
 # The ways of real templates. Qwen's reads thoughts out of past answers, and shows an empty one in
 # the last; Llama's and Gemma's trim.
@@ -171,6 +174,158 @@ def test_what_is_no_prompt_is_shown(prompt):
         UserError, match="row 1: it has no `prompt`, a string or a list of messages: "
     ):
         prompts_of(lambda: [{"prompt": "a"}, {"prompt": prompt}])
+
+
+# -- What the template takes beside messages -----------------------------------------------------------
+
+TAKES_MORE = (
+    "{% if tools %}<{{ tools | tojson }}>{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}(no thought){% endif %}{{ level }}"
+)
+SEARCH = {"type": "function", "function": {"name": "search"}}
+OFF = {"enable_thinking": False}
+
+
+def shown(row, template=TAKES_MORE, **fields):
+    tokenizer = make_tokenizer(chat_template=template)
+    (prompt,) = prompts_of(lambda: [row], tokenizer, max_prompt_len=1000, **fields)
+    return tokenizer.decode(prompt.token_ids), prompt
+
+
+@pytest.mark.parametrize("content", ["hi", [{"role": "user", "content": "hi"}]])
+def test_tools_and_arguments_of_a_row_reach_its_template(content):
+    row = {"prompt": content, "answer": "2", "tools": [SEARCH], "chat_template_kwargs": OFF}
+    text, prompt = shown(row)
+    assert text == f"<[{json.dumps(SEARCH)}]>[user]hi(no thought)"
+    assert prompt.columns == {"answer": "2"}  # they are for the template
+    assert prompt.template == {"tools": [SEARCH], **OFF}  # and for the turns that follow
+    _, asked_for = shown(row, extra_columns=["tools"])
+    assert asked_for.columns == {"tools": [SEARCH]}
+    empty: list[Any] = [None, [], {}]
+    for nothing in empty:
+        row |= {"tools": nothing, "chat_template_kwargs": nothing}
+        assert shown(row)[0] == "[user]hi"
+
+
+def test_arguments_of_all_rows_stand_below_those_of_a_row():
+    fields: dict[str, Any] = {"chat_template_kwargs": {**OFF, "level": "low"}}
+    assert shown({"prompt": "hi"}, **fields)[0] == "[user]hi(no thought)low"
+    own = {"prompt": "hi", "chat_template_kwargs": {"enable_thinking": True}}
+    assert shown(own, **fields)[0] == "[user]hilow"
+    sets = {"hard": lambda: [own, {"prompt": "hi"}]}
+    held_out = make_config(eval_dataset_id=sets, reward_funcs=[only_first], **fields)
+    tokenizer = make_tokenizer(chat_template=TAKES_MORE)
+    found = load_sets("eval_dataset_id", "test", tokenizer, held_out)["hard"]
+    assert [tokenizer.decode(prompt.token_ids) for prompt in found] == [
+        "[user]hilow",
+        "[user]hi(no thought)low",
+    ]
+
+
+def test_arguments_on_the_command_line():
+    needed = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exists"]
+    config = parse_args([*needed, "--chat_template_kwargs", '{"enable_thinking": false}'])
+    assert config.chat_template_kwargs == OFF
+    with pytest.raises(UserError, match="unknown field adam_beta1: it is 0.9"):
+        parse_args([*needed, "--adam_beta1", "0.9"])
+
+
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        ({"tools": [SEARCH]}, {}),
+        ({"chat_template_kwargs": OFF}, {}),
+        ({}, {"chat_template_kwargs": OFF}),
+    ],
+)
+def test_arguments_without_a_template_are_refused(row, fields):
+    message = "row 0: no chat template takes its tools or chat_template_kwargs here"
+    with pytest.raises(UserError, match=message):
+        shown({"prompt": "hi", **row}, template=None, **fields)
+    with pytest.raises(UserError, match=message):
+        shown({"prompt": "hi", **row}, no_apply_chat_template=True, **fields)
+    assert shown({"prompt": [user("hi")], **row}, no_apply_chat_template=True, **fields)[0]
+
+
+def test_what_the_template_does_not_read_is_refused():
+    for row in ({"tools": [SEARCH]}, {"chat_template_kwargs": {"enable_thinkin": False}}):
+        with pytest.raises(UserError, match="row 0: the chat template reads no (tools|enable_th)"):
+            shown({"prompt": "hi", **row}, template=CHAT_TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("tools", json.dumps([SEARCH]), "row 0: Tools should either be a JSON schema"),
+        ("tools", [json.dumps(SEARCH)], "row 0: Tools should either be a JSON schema"),
+        ("tools", SEARCH, "row 0: Tools should either be a JSON schema"),
+        ("chat_template_kwargs", json.dumps(OFF), "its chat_template_kwargs must be a dictionary"),
+        ("chat_template_kwargs", [1], "its chat_template_kwargs must be a dictionary"),
+        ("chat_template_kwargs", {"tokenize": True}, "the chat template reads no tokenize"),
+    ],
+)
+def test_columns_of_another_kind_are_refused(column, value, message):
+    with pytest.raises(UserError, match=message) as refused:
+        shown({"prompt": "hi", column: value})
+    assert "\n" not in str(refused.value)
+
+
+def test_nulls_that_parquet_adds_to_tools_are_not_given(tmp_path):
+    """Else each tool would have the parameters of all others, and each row the arguments."""
+
+    def row(name, **arguments):
+        properties = {name: {"type": "string"}}
+        parameters = {"type": "object", "properties": properties}
+        tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+        return {"prompt": "hi", "tools": [tool], "chat_template_kwargs": arguments, "other": {}}
+
+    rows = [row("city", enable_thinking=False), row("days", level="low")]
+    rows[0]["other"] = {"a": 1}
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    tokenizer = make_tokenizer(chat_template=TAKES_MORE)
+    found = prompts_of(str(tmp_path / "a.parquet"), tokenizer, max_prompt_len=1000)
+    expected = prompts_of(lambda: rows, tokenizer, max_prompt_len=1000)
+    assert [p.token_ids for p in found] == [p.token_ids for p in expected]
+    assert [p.template for p in found] == [p.template for p in expected]
+    assert found[1].columns == {"other": {"a": None}}  # of rewards, as the file has it
+
+
+# -- The date ------------------------------------------------------------------------------------------
+
+DATED = "{{ strftime_now('%d %b %Y') }}" + LLAMA
+BY_DEFAULT = (  # as Llama 3's
+    "{% if not date_string is defined %}{% if strftime_now is defined %}"
+    "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{% endif %}{{ date_string }}"
+) + LLAMA
+
+
+@pytest.mark.parametrize("template", [DATED, BY_DEFAULT])
+def test_the_date_of_prompts_and_turns_is_held(template, tmp_path):
+    tokenizer = make_tokenizer(chat_template=template)
+    hold_date(tokenizer, "2024-07-26T23:59:59")
+    assert as_text(tokenizer, "hi", 0, make_config())[0].startswith("26 Jul 2024<bos>[user]hi")
+    turn = [user("hi")]
+    for rendered in (
+        tokenizer.apply_chat_template(turn, tokenize=False),
+        tokenizer.decode(tokenizer.apply_chat_template(turn, return_dict=False)),
+    ):
+        assert rendered.startswith("26 Jul 2024")
+    reply = tokenizer("yo", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(turn_ids(tokenizer, turn, reply, turn)) == "~[user]hi~[assistant]"
+
+    tokenizer.save_pretrained(tmp_path)  # a checkpoint's template goes by its own day again
+    saved = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert saved.chat_template == template
+    assert not saved.apply_chat_template(turn, tokenize=False).startswith("26 Jul 2024")
+
+
+def test_a_date_that_is_asked_for_goes_before_the_held_one():
+    tokenizer = make_tokenizer(chat_template=BY_DEFAULT)
+    hold_date(tokenizer, "2024-07-26T23:59:59")
+    fields = {"chat_template_kwargs": {"date_string": "1 May"}}
+    (prompt,) = prompts_of(lambda: [{"prompt": "hi"}], tokenizer, **fields)
+    assert tokenizer.decode(prompt.token_ids).startswith("1 May<bos>[user]hi")
 
 
 # -- Beginnings and ends -----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from config import TrainConfig, to_json
 from rollouts.custom import naming_function
 from rollouts.group import Batch, Completion, Group, version_spans
 from rollouts.images import open_image
-from rollouts.processor import tokenizer_of
+from rollouts.processor import as_sampled, tokenizer_of
 from training.metrics import batch_metrics
 from utils import is_main, naming
 
@@ -265,7 +265,7 @@ def segment_fields(segment: Completion, group: Group, tokenizer: Any) -> dict[st
         own_prompt = segment.prompt_ids
         if own_prompt is not None and own_prompt.tolist() != group.prompt.token_ids:
             end = own_prompt[-MAX_SHOWN:]  # a token has a character, as a rule
-            fields["prompt"] = tokenizer.decode(end)[-MAX_SHOWN:]
+            fields["prompt"] = as_sampled(end, tokenizer)[-MAX_SHOWN:]
     return fields
 
 
@@ -292,7 +292,7 @@ def token_texts(token_ids: list[int], tokenizer: Any) -> list[str]:
 def text_behind(tokenizer: Any, token_ids: tuple[int, ...]) -> str:
     """The text of tokens behind others: at its beginning some tokenizers leave out a space."""
     once = list(token_ids)
-    return tokenizer.decode(once + once).removeprefix(tokenizer.decode(once))
+    return as_sampled(once + once, tokenizer).removeprefix(as_sampled(once, tokenizer))
 
 
 def shortened(values: dict[str, Any]) -> dict[str, Any]:

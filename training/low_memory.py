@@ -58,7 +58,7 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
             for group in self.param_groups:
                 group["lr"] = group["lr"].item()
 
-    return AdamW(groups, config.learning_rate, (config.adam_beta1, config.adam_beta2))
+    return AdamW(groups, config.learning_rate, (0.9, config.adam_beta2))
 
 
 def _new_empty(_: Any, __: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

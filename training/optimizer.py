@@ -34,7 +34,7 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
         optimizer = torch.optim.AdamW(
             groups,
             config.learning_rate,
-            (config.adam_beta1, config.adam_beta2),
+            (0.9, config.adam_beta2),
             fused=config.fsdp_offload or on_cuda or None,  # None leaves it to torch
         )
     num_warmup = round(config.warmup_ratio * num_updates)
