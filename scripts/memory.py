@@ -7,7 +7,7 @@
 
 import argparse
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ SHAPES = {  # of Qwen2.5: hidden size, MLP, layers, heads, heads of keys, vocabu
 }
 WORDS = {"adam_8bit": "8-bit moments", "base_4bit": "4-bit base", "fsdp_offload": "offload"}
 
+NOTHING = "-"  # fits
 COLUMNS = {
     Placement.ELSEWHERE: "alone",
     Placement.BESIDE: "beside its server",
@@ -37,37 +38,36 @@ COLUMNS = {
 
 TEXT = """# What fits on one card
 
-Written by `python scripts/memory.py -o docs/memory.md`, for [recipes/gsm8k.py](../recipes/gsm8k.py) with
-Qwen2.5-Instruct: completions of 1,024 tokens on prompts of up to 512, 64 of them sampled at a time where nothing else
-is said, gradient checkpointing. For a recipe of your own it is `python scripts/doctor.py recipe.py --plan 24GB`, which
-reads no data: there, too, prompts are taken to have 512 tokens.
+Written by `python scripts/memory.py -o docs/memory.md` for [recipes/gsm8k.py](../recipes/gsm8k.py) with models of
+Qwen2.5-Instruct: completions of 1,024 tokens on prompts of up to 512, gradient checkpointing, and 64 completions
+sampled at a time. This prints the plan and the commands of one model on one card:
 
-**Planned, not measured**: a step runs on tensors without data, and their bytes are counted. Such counts were within 2 %
-of the peaks of a row and of a step on an H200, and on a CPU within 2 % of those of a row, or 10 % with a base in bf16
-([how](results.md#what-the-plan-counts)). CUDA's part and the server's graphs are rules of thumb, and 7 % of a card are
-left for fragments. "Offload" follows a rule, too (embeddings, head and two layers are on the GPU), which no GPU has
-checked.
+```bash
+python scripts/doctor.py recipes/gsm8k.py --model_id Qwen/Qwen2.5-7B-Instruct --plan 24GB
+```
 
-A cell has the longest row that fits, `max_tokens_per_gpu`, and what the recipe needs on top; "-" does not fit. Longer rows
-than 16,384 tokens were not tried for this table. "Alone": the server is on another card. "Beside its server": it keeps its
-share of the card. "Server asleep": it gives that up while the trainer trains ([how](operations.md#a-server-that-sleeps)). [8-bit moments and a 4-bit base](operations.md#less-memory) need a package
-each, and a 4-bit base servers of the dequantized one; `launch.py` starts such. Offload is slow. A group that is longer
-than a row goes into several, and its prompt is computed once for each.
+Your own recipe works in the same way. The command reads no data, so it takes prompts to have 512 tokens, too. Where all
+weights fit and you want LoRA, add `--use_peft true --dtype bfloat16 --learning_rate 1e-5`.
+
+**Planned, not measured.** A step runs on tensors without data, and their bytes are counted.
+[Measured peaks](results.md#what-the-plan-counts) are close to that. CUDA's own memory and the server's graphs are rules
+of thumb. So is offload (embeddings, head and two layers stay on the GPU), which no GPU has checked. 7 % of a card are
+left for fragments.
+
+A cell has the longest row that fits (`max_tokens_per_gpu`; more than 16,384 tokens were not tried), and what the recipe
+needs on top. "-" does not fit, and a model that a table leaves out does not fit at all. A group that is longer than a
+row goes into several, and its prompt is computed once for each.
+
+- **Alone**: the server is on another card.
+- **Beside its server**: the server keeps its share of the card.
+- **Server asleep**: it gives its memory up while the trainer trains ([how](operations.md#a-server-that-sleeps)).
+- **8-bit moments, 4-bit base**: each needs [a package](operations.md#less-memory). A 4-bit base also needs servers of
+  the dequantized base, which `launch.py` starts.
+- **Offload**: weights wait in host memory, which is slow.
+- **16 sequences**: the server samples so many at a time, not 64.
 
 {tables}
-
-## Commands
-
-{commands}
 """
-
-
-@dataclass
-class Cell:
-    """A place in the table, and the command that belongs there."""
-
-    text: str
-    command: str
 
 
 def shape(name: str) -> Qwen2Config:
@@ -80,29 +80,25 @@ def shape(name: str) -> Qwen2Config:
     )  # fmt: skip
 
 
-def cell(variants: Variants, card_gb: int, placement: Placement, recipe: list[str]) -> Cell:
+def cell(variants: Variants, card_gb: int, placement: Placement) -> str:
     """What fits on a card."""
     fit = variants.best(card_gb, placement)
     if not fit:
-        return Cell("-", "")
+        return NOTHING
     more = [WORDS[name] for name in fit.changes if name in WORDS]
     if 0 < fit.plan.num_sequences < SEQUENCES[0]:
         more.append(f"{fit.plan.num_sequences} sequences")
-    return Cell(", ".join([f"{fit.num_tokens:,}", *more]), fit.command(recipe))
+    return ", ".join([f"{fit.num_tokens:,}", *more])
 
 
-def cells_of(size: str, kind: str) -> dict[tuple[int, Placement], Cell]:
+def cells_of(size: str, kind: str) -> dict[tuple[int, Placement], str]:
     """All cells of a size and a kind of training, by card and placement."""
     changes = KINDS[kind]
     config = replace(gsm8k, model_id=f"Qwen/Qwen2.5-{size}-Instruct", **changes)
-    recipe = ["recipes/gsm8k.py", "--model_id", config.model_id]
-    for name, value in changes.items():
-        if value != getattr(gsm8k, name):
-            recipe += [f"--{name}", str(value).lower()]
     allowed = [each for each in CHANGES if ("use_peft" in each) == config.use_peft]
     variants = Variants(config, shape(size), [{}, *allowed])
     return {
-        (card_gb, placement): cell(variants, card_gb, placement, recipe)
+        (card_gb, placement): cell(variants, card_gb, placement)
         for card_gb in CARDS
         for placement in Placement
     }
@@ -111,22 +107,17 @@ def cells_of(size: str, kind: str) -> dict[tuple[int, Placement], Cell]:
 def page(sizes: list[str]) -> str:
     """The page, in Markdown."""
     found = {(size, kind): cells_of(size, kind) for kind in KINDS for size in sizes}
-    tables, commands = [], []
+    tables = []
     for card_gb in CARDS:
-        tables += [f"### {card_gb} GB", ""]
+        tables += [f"## {card_gb} GB", ""]
         tables.append(f"| model | trained | {' | '.join(COLUMNS.values())} |")
         tables.append("|---|---|---|---|---|")
-        commands += [f"### Of {card_gb} GB", "", "```bash"]
         for (size, kind), cells in found.items():
-            row = {column: cells[card_gb, placement] for placement, column in COLUMNS.items()}
-            texts = " | ".join(each.text for each in row.values())
-            tables.append(f"| {size} | {kind} | {texts} |")
-            for column, each in row.items():
-                if each.command:
-                    commands += [f"# {size}, {kind}, {column}", each.command]
+            texts = [cells[card_gb, placement] for placement in COLUMNS]
+            if set(texts) != {NOTHING}:
+                tables.append(f"| {size} | {kind} | {' | '.join(texts)} |")
         tables.append("")
-        commands += ["```", ""]
-    return TEXT.format(tables="\n".join(tables).strip(), commands="\n".join(commands).strip())
+    return TEXT.format(tables="\n".join(tables).strip())
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 from documents import DOCUMENTS, README, TRANSLATION, blocks, cells, commands, inline, metrics, own
 from helpers import ROOT
 from picture import ONLY_WHERE_USED
-from test_readme import PLAIN_LOOP, PLANNED, TRAINING, make_clone
+from test_readme import PLAIN_LOOP, TRAINING, make_clone
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from config import TrainConfig, parse_args
@@ -205,7 +205,7 @@ def check_options(command):
         source = (ROOT / words[1]).read_text()
         fields = (
             [f"--{name}" for name in TrainConfig.__dataclass_fields__]
-            if words[1] == "scripts/launch.py"
+            if words[1] in ("scripts/launch.py", "scripts/doctor.py")
             else []
         )
         assert all(
@@ -226,9 +226,7 @@ def test_every_command_is_run_by_a_test():
     of_a_node = [
         block for block in commands(DOCUMENTS["docs/scale.md"]) if block[0].startswith(A_NODE)
     ]
-    for name, text in DOCUMENTS.items():
-        if name == PLANNED:
-            continue
+    for text in DOCUMENTS.values():
         own = [
             block
             for block in commands(text)

@@ -1,4 +1,4 @@
-"""docs/evidence.md against what it cites: tests, results of benchmarks, curves; and the picture of the house."""
+"""docs/evidence.md, results.md and scale.md against what they cite: tests, results, curves; and the picture of the house."""
 
 import json
 import re
@@ -15,7 +15,7 @@ import picture
 import plot
 
 PAGE = DOCUMENTS["docs/evidence.md"]
-RESULT = ROOT / "benchmarks" / "results" / "amd-epyc-2-cores" / "parity.json"
+RESULTS = ROOT / "benchmarks" / "results"
 RUNS = sorted(path.name for path in (ROOT / "docs" / "runs").iterdir())
 
 
@@ -32,33 +32,105 @@ def short(value):
     return f"{value:.0e}".replace("e-0", "e-") if value else "0"
 
 
-def parity_lines():
-    """The page's tables of parity.json: settings, layouts, runs, and what differs."""
-    rows = json.loads(RESULT.read_text())["rows"]
-    losses = [row for row in rows if row["part"] == "loss" and "why" not in row]
-    by_setting = {
-        name: [row for row in losses if row["setting"] == name]
-        for name in {r["setting"] for r in losses}
-    }
-    layouts = [row for name in ("clips and TIS", "TIS") for row in by_setting.pop(name)]
-    lines = [
-        f"| {name} | {short(max(row['loss'] for row in of_it))} | {short(max(row['gradient'] for row in of_it))} |"
-        for name, of_it in by_setting.items()
-    ]
-    loss, gradient = (short(max(row[name] for row in layouts)) for name in ("loss", "gradient"))
-    num = len({row["layout"] for row in layouts})
-    lines.append(f"| {num} layouts of ranks, micro-batches and updates | {loss} | {gradient} |")
-    for row in rows:
-        if row["part"] == "run":
-            figures = (short(row[name]) for name in ("grad_norm", "weights", "update"))
-            lines.append(f"| {row['setting']} | {row['updates']} | {' | '.join(figures)} |")
-    return lines
+def rows_of(name, machine="amd-epyc-2-cores"):
+    """The rows of a benchmark's results."""
+    return json.loads((RESULTS / machine / f"{name}.json").read_text())["rows"]
+
+
+def largest(rows, *names):
+    """The largest of each figure, as the page writes it."""
+    return " | ".join(short(max(row[name] for row in rows)) for name in names)
 
 
 def test_figures_of_parity():
-    lines = parity_lines()
-    assert len(lines) == 14 + 1 + 4
-    assert [line for line in lines if line not in PAGE] == []
+    rows = [row for row in rows_of("parity") if "why" not in row]
+    losses = [row for row in rows if row["part"] == "loss"]
+    runs = [row for row in rows if row["part"] == "run"]
+    layouts = [row for row in losses if row["setting"] in ("clips and TIS", "TIS")]
+    settings = [row for row in losses if row not in layouts]
+    assert len({row["setting"] for row in settings}) == 14
+    assert len({row["layout"] for row in layouts}) == 8
+    assert len(runs) == 4
+    assert {row["updates"] for row in runs} == {4, 8}
+    assert f"| 14 settings, in float64 | {largest(settings, 'loss', 'gradient')} |" in PAGE
+    of_layouts = "| 8 layouts of ranks, micro-batches and updates, in float64 |"
+    assert f"{of_layouts} {largest(layouts, 'loss', 'gradient')} |" in PAGE
+    assert f"train.py) | {largest(runs, 'grad_norm', 'weights')} |" in PAGE
+
+
+AMD, H200 = "amd-epyc-2-cores", "nvidia-h200"
+TABLES = [  # of docs/results.md: the file, the columns that it shows, and how many of the rows
+    (AMD, "step_time", "generate_s train_s sync_s step_s", 2),
+    (AMD, "end_to_end", "trl_s ours_0_s ours_1_s trl_mb ours_0_mb", 2),
+    (AMD, "adapters", "mb sync_s pause_s tokens_per_s", 2),
+    (AMD, "adam_8bit", "accuracy", 6),
+    (AMD, "memory", "planned_mb measured_mb", 3),
+    (AMD, "prefix_attention", "packed_s grouper_s ours_s speedup bound grouper_mb ours_mb", 4),
+    (AMD, "branching", "dense_s tree_s speedup bound", 3),
+    (AMD, "async_overlap", "steps_per_s of_bound", 3),
+    (AMD, "async_overlap", "steps_per_s accuracy", 3),
+    (H200, "prefix-1.5B", "packed_s ours_s speedup bound packed_mb ours_mb", 4),
+    (H200, "prefix-8B", "packed_s ours_s speedup bound packed_mb ours_mb", 1),
+    (H200, "steps", "seconds mfu_their_way reserved_gib", 3),
+    (H200, "steps", "published_seconds published_mfu published_gib", 4),
+    (H200, "run", "time/step_s time/train_s time/sync_s sampled_tokens_per_s", 3),
+    (H200, "run", "step_s generate_s train_s sync_s sampled_tokens_per_s", 1),
+]
+
+
+def says(line, column, value):
+    """Whether a number of the line is the value, rounded; accuracies in percent, memory in MB or GB."""
+    factors = {"accuracy": (100,)}.get(column, (1, 0.001) if column.endswith("mb") else (1,))
+    for text in re.findall(r"\d[\d,]*(?:\.\d+)?", line):
+        unit = 100 if re.search(r",\d00$", text) else 10.0 ** -len(text.partition(".")[2])
+        number = float(text.replace(",", ""))
+        if number and any(abs(number - factor * value) < 0.501 * unit for factor in factors):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("machine", "name", "columns", "num_rows"), TABLES)
+def test_tables_of_results(machine, name, columns, num_rows):
+    """The figures of a row of the file stand in one line of a table."""
+    lines = [line for line in DOCUMENTS["docs/results.md"].splitlines() if line.startswith("| ")]
+    columns = columns.split()
+    rows = [row for row in rows_of(name, machine) if all(column in row for column in columns)]
+    found = [
+        row
+        for row in rows
+        if any(all(says(line, column, row[column]) for column in columns) for line in lines)
+    ]
+    assert len(found) == num_rows
+
+
+def test_figures_are_compared():
+    line = "| rows | 0 | 0.063 s | 21,500 | 92.9 % | 2.8 GB |"
+    right = {"sync_s": 0.0633, "sampled": 21_513, "accuracy": 0.9290, "trl_mb": 2751.0}
+    wrong = {
+        "sync_s": 0.0637,
+        "sampled": 21_560,
+        "accuracy": 0.9296,
+        "trl_mb": 2861.0,
+        "bound": 2.9,
+    }
+    assert all(says(line, column, value) for column, value in right.items())
+    assert not any(says(line, column, value) for column, value in wrong.items())
+
+
+def test_figures_of_faults():
+    """And those in sentences: what was lost in kills, and the work of rank 0 on a token."""
+    page = " ".join(DOCUMENTS["docs/results.md"].split())
+    undisturbed, disturbed = rows_of("chaos")
+    lost, twice = disturbed["groups_lost"], disturbed["groups_twice"]
+    trained = disturbed["groups_trained"]
+    assert f"Of {trained} groups {lost} are lost and {twice} trained twice" in page
+    for row in (disturbed, undisturbed):
+        assert f"{100 * row['accuracy']:.1f} %" in page
+    rows = [r for r in rows_of("scale") if r["part"] == "tokens" and r["when"] == "now"]
+    (row,) = [r for r in rows if (r["prompt"], r["completion"]) == (512, 2048)]
+    assert (
+        f"| rank 0, a completion token | {row['rank_0_us']:.2f} us |" in DOCUMENTS["docs/scale.md"]
+    )
 
 
 def curves(svg):

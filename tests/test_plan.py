@@ -13,7 +13,7 @@ import launch as launcher
 import memory
 import pytest
 from helpers import ENV, ROOT
-from plan import Fit, OnPaper, Placement, Plan, Variants
+from plan import CHANGES, Fit, OnPaper, Placement, Plan, Variants
 from transformers import Qwen3Config
 
 from benchmarks.prefix_attention import SIZES
@@ -30,9 +30,8 @@ def rows_of(name):
 
 
 def on_paper(shape, **fields):
-    config = TrainConfig(
-        model_id="m", dataset_id=list, reward_funcs=[exact_match], gradient_checkpoint=True, **fields
-    )  # fmt: skip
+    fields = {"gradient_checkpoint": True, **fields}
+    config = TrainConfig(model_id="m", dataset_id=list, reward_funcs=[exact_match], **fields)
     return OnPaper(config, Qwen3Config(**{"tie_word_embeddings": False, **shape}))
 
 
@@ -133,19 +132,21 @@ def test_a_reference_of_its_own(fields, is_here):
     assert policy.reference_bytes == 4 * policy.num_weights * is_here
 
 
-def test_commands_of_the_page(monkeypatch):
-    """Trainer and launch.py take them."""
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(changes) or "none")
+@pytest.mark.parametrize("placement", Placement, ids=lambda placement: placement.name)
+def test_commands_of_a_plan(placement, changes, monkeypatch):
+    """The trainer and launch.py take what the plan prints, for every change of a recipe."""
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "memory.md").read_text()
-    launches = re.findall(r"^python scripts/launch.py (.*)$", page, re.M)
-    trainings = re.findall(r"^torchrun train.py (.*)$", page, re.M)
-    assert len(launches) > 30
-    assert len(trainings) > 20
-    for command in launches:
-        _, _, config = launcher.parse(shlex.split(command))
-        assert config.max_tokens_per_gpu > config.max_completion_len
-    for command in trainings:
-        parse_args(shlex.split(command.replace("http://...", "http://x")))
+    plan = Plan(on_paper(MODELS["quick"], **changes), 24.0, placement, 32)
+    command = Fit(plan, changes, 9984).command(["recipes/gsm8k.py"])
+    if placement is Placement.ELSEWHERE:
+        words = command.removeprefix("torchrun train.py ").replace("http://...", "http://x")
+        config = parse_args(shlex.split(words))
+    else:
+        words = command.removeprefix("python scripts/launch.py ")
+        _, _, config = launcher.parse(shlex.split(words))
+    assert config.max_tokens_per_gpu == 9984
+    assert {name: getattr(config, name) for name in changes} == changes
 
 
 @pytest.mark.slow

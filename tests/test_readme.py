@@ -22,12 +22,10 @@ OF_MATH = "--dataset_id math.jsonl --eval_dataset_id none --eval_steps 0"
 OF_MATH += " --drop_zero_advantage false"  # no random model is right
 FOLDERS = ("recipes", "rollouts", "training", "weights", "server", "scripts", "benchmarks")
 TRAINS = re.compile(r"(\w+=\S+ )*(torchrun .*|python )train\.py ")
-PLANNED = "docs/memory.md"  # whose commands test_plan.py reads
 PLAIN_LOOP = "python -m recipes.plain_loop "
 TRAINING = [
     block
-    for name, text in DOCUMENTS.items()
-    if name != PLANNED
+    for text in DOCUMENTS.values()
     for block in commands(text)
     if any(map(TRAINS.match, block))
 ]
