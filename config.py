@@ -57,7 +57,7 @@ def _one_line_errors(values: dict[str, Any]) -> Iterator[None]:
     unknown = []
     for name in sorted(values.keys() - _FIELDS.keys()):
         (nearest,) = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0)
-        hint = _HINTS.get(
+        hint = _hint(
             name.rpartition(".")[2],  # verl's names have dots
             f"did you mean {nearest}? --help lists them all",
         )
@@ -75,8 +75,15 @@ def _one_line_errors(values: dict[str, Any]) -> Iterator[None]:
 
         name = str(first["loc"][0])
         value = values.get(name)
-        hint = _HINTS.get(f"{name}={value}", "--help explains it")
+        hint = _hint(f"{name}={value}", "--help explains it")
         raise UserError(f"{name}={value!r}: {first['msg']}; {hint}") from None
+
+
+def _hint(name: str, otherwise: str) -> str:
+    """What to do in place of a field of TRL, verl or an earlier version, or of a value."""
+    with suppress(OSError):  # a copy without its documents
+        return str(json.loads((HERE / "docs" / "elsewhere.json").read_text()).get(name, otherwise))
+    return otherwise
 
 
 class _OneLineErrors(type):
@@ -123,8 +130,6 @@ _OWN_PARAMETERS = {
     "stream_interval", "skip_clone", "trace_decode_token_ids", "watermarking",
 }  # fmt: skip
 _SAMPLING_FIELDS = "num_generations, max_completion_len, temperature, top_k and stop are fields"
-# What to do in place of fields of earlier versions, of TRL's and verl's names, and of values.
-_HINTS: dict[str, str] = json.loads((HERE / "docs" / "elsewhere.json").read_text())
 # Fields that nothing reads while others have these values.
 _UNREAD = {
     "use_peft=False": "lora_rank lora_alpha lora_dropout lora_target_modules base_4bit",

@@ -58,7 +58,8 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
 
     # torch 2.11 may crash where threads send in several groups and its flight recorder notes it.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    if torch.__version__.startswith("2.11."):
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     # The watchdog of nccl sleeps four times this between its time-out and the end of the process.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     with naming("the ranks do not meet: to train alone, unset RANK"):

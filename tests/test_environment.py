@@ -171,9 +171,11 @@ vllm_server.options(["--any-vllm", "--model", "m"])
 def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
     for rank in range(4):  # each says so: nobody waits for the others
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, str(rank))
         with (
             pytest.raises(UserError, match="4 ranks here, for 2 GPUs: --nproc_per_node 2"),
             process_group(9),
