@@ -241,7 +241,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Turns the list of all rows into rows with a `prompt` before anything else,
     for data of another shape."""
     extra_columns: Values[str] | None = None
-    """Columns handed to the rewards beside the prompt; None hands over all but the images."""
+    """Columns handed to the rewards beside the prompt, and no others;
+    None hands over all but images and what is for the chat template (`tools`)."""
     no_apply_chat_template: bool = False
     """Tokenize a string prompt as it is, even where there is a chat template;
     chat messages always go by it."""

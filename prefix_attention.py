@@ -881,7 +881,8 @@ def rope_limit(config: Any) -> float:
     for rope in (ropes, *ropes.values()):  # of all layers, or by their types
         match rope:
             case {"rope_type": "longrope" | "dynamic"}:
-                return rope.get("original_max_position_embeddings", config.max_position_embeddings)
+                length = rope.get("original_max_position_embeddings")
+                return length or config.max_position_embeddings
     return math.inf
 
 

@@ -80,7 +80,7 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     if config.advantage_fn:
         advantages = own_advantages(rewards, groups, config)
     else:
-        advantages = compute_advantages(rewards, config.scale_rewards)
+        advantages = compute_advantages(rewards.clone(), config.scale_rewards)
     if not config.weighs_whole_batch:
         alone = [compute_advantages(row, config.scale_rewards) for row in rewards.split(1)]
         if not torch.allclose(torch.cat(alone), advantages, equal_nan=True):
@@ -127,10 +127,9 @@ def grpo_loss(
     The ratio ρ is exp(logprobs - old_logprobs); for importance_level sequence its geometric mean
     over the completion, with the gradient of the token's own log-prob (GSPO-token,
     arXiv:2507.18071). A token's loss is -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first
-    term (arXiv:2505.07291), or for cispo (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. To it come
-    β·k3 times the token's own ratio (for kl_gradient forward without it), with
-    k3 = exp(ref - logprobs) - (ref - logprobs) - 1. For loss_type grpo it is divided by the trained
-    tokens of its completion.
+    term (arXiv:2505.07291), or for cispo (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. To it comes β
+    times k3 = exp(ref - logprobs) - (ref - logprobs) - 1 times, but for kl_gradient forward, the
+    token's own ratio. For loss_type grpo it is divided by its completion's trained tokens.
 
     Args:
         logprobs: [N], one per completion token, nats, under the policy; they alone have a gradient.
@@ -240,7 +239,7 @@ def arriving_rows(rollouts: Rollouts, config: TrainConfig) -> Iterator[MicroBatc
     dealer = Dealer(dist.get_world_size(), config)
 
     def deal(groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:
-        set_advantages(dealer.added + groups, config)  # of the batch so far
+        set_advantages(dealer.added + groups if is_complete else groups, config)
         return dealer.deal(groups, is_complete)
 
     is_complete = False

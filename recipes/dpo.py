@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from config import TrainConfig
 from prefix_attention import attach, completion_logprobs, pack
+from training.model import load_model
 
 BATCH_SIZE = 8
 LEARNING_RATE = 1e-6
@@ -66,8 +68,8 @@ def read_pairs(path: str, tokenizer: Any) -> list[Pair]:
 
 def load(model_id: str) -> Any:
     """A model in float32 that takes packed rows."""
-    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32, device_map=DEVICE)
-    return attach(model)
+    config = TrainConfig(model_id=model_id, dataset_id="none", reward_funcs=[len])
+    return attach(load_model(config).to(DEVICE))  # in eval mode, in which nothing is drawn
 
 
 def main(model_id: str, path: str, output: str) -> None:
@@ -94,4 +96,7 @@ def main(model_id: str, path: str, output: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 4:
         sys.exit(__doc__)
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -194,7 +194,7 @@ class _Rollout:
         check_parameters(request)
         call.messages = [plain_message(message) for message in request["messages"]]
         call.template = {**self.template, **(request.get("chat_template_kwargs") or {})}
-        if request.get("tools"):
+        if "tools" in request:
             call.template["tools"] = request["tools"]
         call.ids = self._prompt_ids(call)
 

@@ -178,6 +178,8 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     template = dict(config.chat_template_kwargs or {})
     with naming("its chat_template_kwargs must be a dictionary, and no text"):
         template |= row.get("chat_template_kwargs") or {}
+    if isinstance(row.get("tools"), str):  # as tables have them
+        row = {**row, "tools": json.loads(row["tools"])}
     if row.get("tools"):  # Llama's templates tell of tools even where the list is empty
         template["tools"] = row["tools"]  # which transformers checks
     text, needs_beginning = as_text(processor, content, len(images), config, **template)

@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import logging
+import re
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -81,6 +83,9 @@ def hold_date(processor: Any, moment: str) -> None:
     So a run's prompts and turns stay the same over midnight, and when it goes on another day.
     """
     strftime = datetime.fromisoformat(moment).strftime
+    # Processors warn of it, at each prompt.
+    logger = logging.getLogger("transformers.processing_utils")
+    logger.addFilter(lambda record: "in `processor_kwargs` dict" not in record.getMessage())
     for owner in (processor, tokenizer_of(processor)):
         if "strftime_now" in str(owner.chat_template):  # as transformers names it for templates
             owner.apply_chat_template = partial(owner.apply_chat_template, strftime_now=strftime)
@@ -99,28 +104,26 @@ def as_text(
 ) -> tuple[str, bool]:
     """A string or chat messages as text, by the chat template.
 
-    A last message of the assistant is a prefill, from which the completion goes on: it follows as
-    it stands, as templates change the messages of the past; but for a beginning that the template
-    has opened already, as with <think>.
+    A last message of the assistant is a prefill, from which the completion goes on. It follows as
+    it stands, but for a beginning that the template has opened already, as with <think>.
 
     Returns:
         The text, and True where the tokenizer's beginning (BOS) still has to come before it.
 
     Raises:
-        ValueError: a message of which the template shows nothing, or arguments without a template.
+        ValueError: a message of which the template shows nothing, or an argument unread.
     """
     owner = processor if getattr(processor, "chat_template", None) else tokenizer_of(processor)
+    chat_template = owner.chat_template
+    if isinstance(content, str) and config.no_apply_chat_template:
+        chat_template = None
+    for name in template:
+        if not re.search(rf"\b{name}\b", str(chat_template)):
+            raise ValueError(f"no chat template reads its {name} here: leave it out")
     if isinstance(content, str):
-        if config.no_apply_chat_template or not owner.chat_template:
-            if template:
-                raise ValueError(
-                    "no chat template takes its tools or chat_template_kwargs here: leave them out"
-                )
+        if not chat_template:
             return content, True
         content = [{"role": "user", "content": content}]
-    for name in template:
-        if name not in str(owner.chat_template):
-            raise ValueError(f"the chat template reads no {name}: leave it out")
 
     messages = []  # with their texts in parts, as templates for images want
     for message in content:
@@ -131,9 +134,8 @@ def as_text(
 
     prefill = ""
     if messages[-1]["role"] == "assistant":
-        last = messages.pop()
-        prefill = _text_of(last)
-        if last.get("tool_calls") or not messages:
+        prefill = _text_of(messages[-1])
+        if messages.pop().get("tool_calls") or not messages:
             raise ValueError("its last message calls tools, or is its only one: nothing goes on")
 
     takes_images = hasattr(processor, "image_processor")

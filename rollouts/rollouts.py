@@ -98,7 +98,8 @@ class Rollouts:
             raise UserError(
                 "resume_from_checkpoint: that run had other prompts or columns: give it the same"
                 " rows (a dataset's function must return them each time), the servers'"
-                " --max-model-len, and max_tokens_per_gpu, or another output_dir"
+                " --max-model-len, max_tokens_per_gpu and max_completion_len (by which prompts are"
+                " left out), or another output_dir"
             )
         example = image_example(run.prompts, run.processor, config)
         self.pool.connect(self.device, gpus)

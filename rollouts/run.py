@@ -108,11 +108,13 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     check_packages(config)
     processor = load_processor(config)
     hold_date(processor, before.setdefault("began", datetime.now().isoformat()))
-    tokenizer = tokenizer_of(processor)
     model_config, _ = load_model_config(config)
     check_saving(processor, model_config)
     pool = ServerPool(
-        config, tokenizer, placeholder_ids(model_config), rope_limit=rope_limit(model_config)
+        config,
+        tokenizer_of(processor),
+        placeholder_ids(model_config),
+        rope_limit=rope_limit(model_config),
     )
 
     prompts = data.load_train_set(processor, config)
@@ -137,7 +139,7 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
         pool,
         prompts,
         held_out,
-        scorer=Scorer(tokenizer, config),
+        scorer=Scorer(tokenizer_of(processor), config),
         failures=Failures("rollouts", config),
     )
     run.exits.callback(pool.close)

@@ -142,7 +142,7 @@ def keep_outputs(write_through: bool = False) -> None:
     while os.open(os.devnull, os.O_RDWR) <= 2:
         pass
     for number, name in {1: "stdout", 2: "stderr"}.items():
-        file = _Output(number, "w", closefd=False)
+        file = io.BufferedWriter(_Output(number, "w", closefd=False))
         text = io.TextIOWrapper(file, "utf-8", "backslashreplace", None, True, write_through)
         setattr(sys, name, text)
 

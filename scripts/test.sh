@@ -4,7 +4,7 @@
 # bash scripts/test.sh --versions [SET ...]           the same on other versions (scripts/versions.py)
 # bash scripts/test.sh -m slow, or -m gpu             those that train for minutes, or need a GPU
 set -euo pipefail
-if [ "${1:-}" = --quick ]; then set -- -m "not server and not slow and not house" "${@:2}"; fi
+if [ "${1:-}" = --quick ]; then set -- -m "not server and not slow and not house and not gpu" "${@:2}"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "${1:-}" = --versions ]; then

@@ -49,6 +49,7 @@ from server.messages import Sampled
 from training.batching import token_columns, trained_lengths
 from training.logs import batch_samples, token_texts
 from training.metrics import batch_metrics
+from training.model import load_model_config
 from vllm_client import Server, completion_of
 
 ROWS = [
@@ -134,13 +135,14 @@ def test_a_token_without_an_embedding_names_its_row(models):
     sets = {"easy": lambda: plain, "hard": lambda: added}
     config = dataclasses.replace(config, dataset_id=sets, eval_dataset_id=lambda: added)
     held_out = load_sets("eval_dataset_id", "test", tokenizer, config)[""]
+    model_config, _ = load_model_config(config)
     for prompts, where in (
         (load_train_set(tokenizer, config), "row 1 of dataset_id hard"),
         (held_out, "row 1 of eval_dataset_id"),
     ):
-        check_vocabulary(prompts[:1], tokenizer, config)
+        check_vocabulary(prompts[:1], tokenizer, model_config)
         with pytest.raises(UserError, match=f"^{where}: .* no embedding for its token <tool> .99."):
-            check_vocabulary(prompts, tokenizer, config)
+            check_vocabulary(prompts, tokenizer, model_config)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

@@ -111,7 +111,7 @@ def test_the_page_has_the_same_names():
 
 # Fields here and in TRL's GRPOConfig whose defaults are the same value.
 SAME = {
-    "learning_rate": "learning_rate", "weight_decay": "weight_decay", "adam_beta1": "adam_beta1",
+    "learning_rate": "learning_rate", "weight_decay": "weight_decay",
     "adam_beta2": "adam_beta2", "grad_norm": "max_grad_norm", "seed": "seed", "torch_compile": "torch_compile",
     "num_generations": "num_generations", "max_completion_len": "max_completion_length", "temperature": "temperature",
     "beta": "beta", "num_iterations": "num_iterations", "delta": "delta", "epsilon_high": "epsilon_high",

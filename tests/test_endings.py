@@ -334,11 +334,30 @@ def test_the_hub_is_asked_on_rank_0_before_a_policy_is_loaded(hooked, tmp_path, 
         main(parse_args(hooked(tmp_path / "run", *PUSHED, "you/it")))
 
 
+def test_a_repository_of_anothers_is_known_at_the_start(hooked, tmp_path, monkeypatch):
+    """To make it once more is no error on the hub."""
+
+    class Hub:
+        def create_repo(self, repo_id, **options):
+            pass
+
+        def auth_check(self, repo_id, write):
+            assert write
+            raise PermissionError("403 Forbidden")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    with pytest.raises(UserError, match="^hub_repo_id: nothing .* 403 Forbidden$"):
+        main(parse_args(hooked(tmp_path / "run", *PUSHED, "you/it")))
+
+
 def test_an_upload_that_fails_keeps_the_checkpoint(hooked, tmp_path, monkeypatch):
     """One line says how to upload by hand; and the same command, resumed, tries again."""
     asked = []
 
     class Hub:
+        def auth_check(self, repo_id, write):
+            assert write
+
         def create_repo(self, repo_id, **options):
             asked.append(repo_id)
 

@@ -17,7 +17,9 @@ from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
 from train import compute_advantages
 
 FORKS = DOCUMENTS["docs/forks.md"]
-RECIPES = {block.splitlines()[0].removeprefix("# "): block for block in blocks("python", FORKS)}
+RECIPES = {
+    block.splitlines()[0].removeprefix("# recipes/"): block for block in blocks("python", FORKS)
+}
 SHOWN, MASKED = blocks("diff", FORKS)
 # Of a group: where it is in the run, which it knows before it is dropped or trained.
 NOT_FOR_RECIPES = {"id", "advantages", "trained_version", "server", "dropped", "why", "sequences"}
@@ -68,8 +70,8 @@ def train(tree, name, model, server, teacher=None):
     recipe = RECIPES[name] + SMALL.format(model=model, url=server.url)
     if teacher:
         recipe = recipe.replace("http://127.0.0.1:8001", teacher.url)
-    (tree / name).write_text(recipe)
-    command = [sys.executable, "train.py", name]
+    (tree / "recipes" / name).write_text(recipe)
+    command = [sys.executable, "train.py", f"recipes/{name}"]
     done = subprocess.run(
         command, cwd=tree, env=ENV, capture_output=True, text=True, timeout=300, check=False
     )
@@ -84,10 +86,12 @@ def train(tree, name, model, server, teacher=None):
 def test_a_number_of_each_completion(tree, models):
     apply(SHOWN, tree)
     with fake_server(models["untied"], says(1, 2, 3, 4)) as server:
-        printed, metrics, completions = train(tree, "count_words.py", models["untied"], server)
-    assert [row["info/words"] for row in metrics] == [2.5] * 3
-    assert printed.count("info/words 2.5") == 3
-    assert [row["info"] for row in completions] == [{"words": words} for words in (1, 2, 3, 4)] * 18
+        printed, metrics, completions = train(tree, "count_letters.py", models["untied"], server)
+    assert [row["info/letters"] for row in metrics] == [4.0] * 3
+    assert printed.count("info/letters 4") == 3
+    assert [row["info"] for row in completions] == [
+        {"letters": letters} for letters in (1, 3, 5, 7)
+    ] * 18
 
 
 @pytest.mark.server

@@ -128,6 +128,10 @@ def test_advantages_within_the_group_are_free(monkeypatch):
         for group in alone:
             set_advantages([group], make_config())
         assert [group.advantages for group in together] == [group.advantages for group in alone]
+    monkeypatch.setattr(train, "compute_advantages", lambda r, scale: r.mul_(2))  # in place
+    twice = scored([1.0, 0.0, 2.0, 1.0])
+    set_advantages(twice, make_config())
+    assert twice[0].advantages == [2.0, 0.0, 4.0, 2.0]
 
 
 @pytest.mark.parametrize("max_tokens", [13, 16384])

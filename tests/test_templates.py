@@ -200,6 +200,7 @@ def test_tools_and_arguments_of_a_row_reach_its_template(content):
     assert text == f"<[{json.dumps(SEARCH)}]>[user]hi(no thought)"
     assert prompt.columns == {"answer": "2"}  # they are for the template
     assert prompt.template == {"tools": [SEARCH], **OFF}  # and for the turns that follow
+    assert shown({**row, "tools": json.dumps([SEARCH])})[0] == text  # as tables have them
     _, asked_for = shown(row, extra_columns=["tools"])
     assert asked_for.columns == {"tools": [SEARCH]}
     empty: list[Any] = [None, [], {}]
@@ -227,7 +228,7 @@ def test_arguments_on_the_command_line():
     needed = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exists"]
     config = parse_args([*needed, "--chat_template_kwargs", '{"enable_thinking": false}'])
     assert config.chat_template_kwargs == OFF
-    with pytest.raises(UserError, match="unknown field adam_beta1: it is 0.9"):
+    with pytest.raises(UserError, match="unknown field adam_beta1: there is none: it is 0.9"):
         parse_args([*needed, "--adam_beta1", "0.9"])
 
 
@@ -240,7 +241,7 @@ def test_arguments_on_the_command_line():
     ],
 )
 def test_arguments_without_a_template_are_refused(row, fields):
-    message = "row 0: no chat template takes its tools or chat_template_kwargs here"
+    message = "row 0: no chat template reads its (tools|enable_thinking) here"
     with pytest.raises(UserError, match=message):
         shown({"prompt": "hi", **row}, template=None, **fields)
     with pytest.raises(UserError, match=message):
@@ -249,20 +250,25 @@ def test_arguments_without_a_template_are_refused(row, fields):
 
 
 def test_what_the_template_does_not_read_is_refused():
-    for row in ({"tools": [SEARCH]}, {"chat_template_kwargs": {"enable_thinkin": False}}):
-        with pytest.raises(UserError, match="row 0: the chat template reads no (tools|enable_th)"):
+    for row in (
+        {"tools": [SEARCH]},
+        {"chat_template_kwargs": {"enable_thinkin": False}},
+    ):  # by whole names
+        with pytest.raises(UserError, match="row 0: no chat template reads its (tools|enable_th)"):
             shown({"prompt": "hi", **row}, template=CHAT_TEMPLATE)
+    with pytest.raises(UserError, match="row 0: no chat template reads its thinking here"):
+        shown({"prompt": "hi", "chat_template_kwargs": {"thinking": False}})
 
 
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("tools", json.dumps([SEARCH]), "row 0: Tools should either be a JSON schema"),
+        ("tools", "search", "row 0: JSONDecodeError"),
         ("tools", [json.dumps(SEARCH)], "row 0: Tools should either be a JSON schema"),
         ("tools", SEARCH, "row 0: Tools should either be a JSON schema"),
         ("chat_template_kwargs", json.dumps(OFF), "its chat_template_kwargs must be a dictionary"),
         ("chat_template_kwargs", [1], "its chat_template_kwargs must be a dictionary"),
-        ("chat_template_kwargs", {"tokenize": True}, "the chat template reads no tokenize"),
+        ("chat_template_kwargs", {"tokenize": True}, "no chat template reads its tokenize"),
     ],
 )
 def test_columns_of_another_kind_are_refused(column, value, message):

@@ -327,6 +327,9 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
     calls: list[tuple] = []
 
     class Hub:
+        def auth_check(self, repo_id, write):
+            assert write
+
         def create_repo(self, repo_id, **options):
             calls.append(("create", repo_id, options))
 

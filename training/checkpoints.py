@@ -90,9 +90,9 @@ def run_folder(config: TrainConfig) -> Iterator[tuple[Path | None, dict[str, Any
             checkpoint, state = find_start(config)
             if config.hub_repo_id:
                 with naming("hub_repo_id: nothing can be pushed there"):
-                    huggingface_hub.HfApi().create_repo(
-                        config.hub_repo_id, private=config.hub_private, exist_ok=True
-                    )
+                    hub = huggingface_hub.HfApi()
+                    hub.create_repo(config.hub_repo_id, private=config.hub_private, exist_ok=True)
+                    hub.auth_check(config.hub_repo_id, write=True)  # it may be another's
             probe = Path(mkdtemp(".part", "checkpoint-", folder))  # a name that no rank has seen
 
         probe, checkpoint, state = broadcast_object((probe, checkpoint, state))
