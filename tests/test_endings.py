@@ -18,7 +18,7 @@ from test_resume import assert_identical, weights
 from config import UserError, parse_args
 from rollouts.rollouts import Rollouts
 from train import main
-from training.checkpoints import find_start
+from training.checkpoints import _make_way, find_start
 from training.logs import encoded
 
 HOOKS = """
@@ -332,6 +332,13 @@ def test_the_hub_is_asked_on_rank_0_before_a_policy_is_loaded(hooked, tmp_path, 
         UserError, match="^hub_repo_id: nothing .* 403 Forbidden: you/it is another's$"
     ):
         main(parse_args(hooked(tmp_path / "run", *PUSHED, "you/it")))
+
+
+def test_failures_of_a_start_that_came_to_no_step_are_not_the_next_runs(tmp_path):
+    (tmp_path / "failed_rewards.jsonl").write_text("{}\n")
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    _make_way(tmp_path, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.jsonl"]
 
 
 def test_a_repository_of_anothers_is_known_at_the_start(hooked, tmp_path, monkeypatch):

@@ -368,7 +368,9 @@ def _make_way(folder: Path, step: int) -> None:
 
     metrics = folder / "metrics.jsonl"
     if not found and not (metrics.exists() and metrics.stat().st_size):
-        return  # no run has come to its first step here
+        for path in folder.glob("failed_*.jsonl"):  # of a start that came to no step
+            path.unlink()
+        return
     numbers = count(1)
     aside = folder
     while aside.exists():
