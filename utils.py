@@ -42,6 +42,8 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
         place = {}
     elif "LOCAL_RANK" not in place:
         raise UserError("RANK is set without LOCAL_RANK: unset it, or start ranks by torchrun")
+    elif "TORCHELASTIC_RUN_ID" not in place:  # of another launcher, or left by another job
+        print("rank", place["RANK"], "waits for the others: to train alone, unset RANK", flush=True)
 
     device = torch.device("cpu")
     backend = "gloo"

@@ -473,7 +473,8 @@ def test_a_rank_that_meets_nobody_ends_in_a_line(tmp_path):
 def test_ranks_of_any_launcher_meet(tmp_path):
     """They have the variables, and no torchrun."""
     done = meet(tmp_path, 2, {})
-    lines = ["world of 2 rank 0", "world of 2 rank 1"]
+    waits = [f"rank {rank} waits for the others: to train alone, unset RANK" for rank in (0, 1)]
+    lines = [*waits, "world of 2 rank 0", "world of 2 rank 1"]
     assert sorted(done.stdout.splitlines()) == lines, done.stderr
 
 
