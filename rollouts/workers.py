@@ -128,8 +128,10 @@ class _Output(io.FileIO):
     """
 
     def write(self, data: Any) -> int:
+        rest = memoryview(data)
         with suppress(OSError):
-            super().write(data)
+            while len(rest) > 0:  # a signal may cut it short
+                rest = rest[super().write(rest) or len(rest) :]
         return len(data)
 
 
@@ -142,7 +144,7 @@ def keep_outputs(write_through: bool = False) -> None:
     while os.open(os.devnull, os.O_RDWR) <= 2:
         pass
     for number, name in {1: "stdout", 2: "stderr"}.items():
-        file = io.BufferedWriter(_Output(number, "w", closefd=False))
+        file = _Output(number, "w", closefd=False)
         text = io.TextIOWrapper(file, "utf-8", "backslashreplace", None, True, write_through)
         setattr(sys, name, text)
 

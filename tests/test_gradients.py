@@ -560,8 +560,8 @@ def test_optimizer_and_schedules():
             scheduler.step()
         assert seen == pytest.approx(rates)
     assert [(g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
-        (0.1, (0.8, 0.95)),
-        (0.0, (0.8, 0.95)),
+        (0.1, (0.9, 0.95)),
+        (0.0, (0.9, 0.95)),
     ]
     assert [[p.ndim for p in g["params"]] for g in optimizer.param_groups] == [[2], [1]]
 

@@ -470,7 +470,7 @@ class StandIn(SimpleNamespace):
 
 def make_proofs(pool) -> Any:
     """Of version 4, by a policy that is nowhere."""
-    policy: Any = SimpleNamespace(eval=lambda: None, train=lambda: None)
+    policy: Any = SimpleNamespace(eval=lambda: None, modules=list)
     prompt = Prompt(0, [5], "", {})
     return Proofs(policy, 4, pool, prompt, make_config(), torch.device("cpu"))
 

@@ -720,7 +720,10 @@ def test_no_resume_goes_by_the_time_of_day(start, tmp_path, monkeypatch):
 
 
 def test_nothing_reads_the_time_of_day():
-    """Not the core, which has `time.monotonic` and `time.perf_counter` for what takes time."""
+    """Not the core, which has `time.monotonic` and `time.perf_counter` for what takes time.
+
+    But for the day on which a run began, which its chat template may write.
+    """
     clocks = {
         "time",
         "time_ns",
@@ -738,7 +741,7 @@ def test_nothing_reads_the_time_of_day():
     assert len(paths) > 30
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
+            if isinstance(node, ast.Attribute) and (path.name, node.attr) != ("run.py", "now"):
                 assert node.attr not in clocks, f"{path.name}:{node.lineno}"
 
 
