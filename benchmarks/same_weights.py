@@ -33,7 +33,7 @@ LIMITS = {DDP: 1e-6}  # the largest difference of a weight, where it is not 0: s
 # The number of ranks, and the options of each command; {folder} is where all cases of a checkout are.
 CASES: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, [""]),
-    "LoRA, beta": (1, ["--use_peft true --lora_target_modules q_proj,down_proj --beta 0.1"]),
+    "LoRA, beta": (1, ["--use_peft true --lora_target_modules q_proj,down_proj --beta 0.1 --kl_gradient forward"]),
     "2 iterations of 2 mini-batches": (1, ["--num_iterations 2 --num_minibatches 2"]),
     "FSDP2, 2 ranks": (2, ["--use_fsdp true"]),
     "FSDP2, LoRA, 2 ranks": (2, ["--use_fsdp true --use_peft true"]),
