@@ -239,8 +239,10 @@ def arriving_rows(rollouts: Rollouts, config: TrainConfig) -> Iterator[MicroBatc
     dealer = Dealer(dist.get_world_size(), config)
 
     def deal(groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:
-        # At its end all of the batch: a changed `compute_advantages` may look at other groups.
-        set_advantages(dealer.added + groups if is_complete else groups, config)
+        weighed = groups
+        if is_complete:  # all of the batch: a changed `compute_advantages` may look at it
+            weighed = dealer.added + groups
+        set_advantages(weighed, config)
         return dealer.deal(groups, is_complete)
 
     is_complete = False

@@ -99,29 +99,33 @@ def beside(
     """
     rows = Rows(path)
     for case, arguments in cases.items():
-        found = [
-            [run_in(root.resolve(), arguments) for root in (checkout, here)] for _ in range(turns)
-        ]
-        for number, row in enumerate(found[0][1]):
-            pairs = [(other[number], own[number]) for other, own in found]
+        others, owns = [], []  # of each turn
+        for _ in range(turns):
+            others.append(run_in(checkout.resolve(), arguments))
+            owns.append(run_in(here, arguments))
+
+        for number, row in enumerate(owns[0]):
             names = {name: value for name, value in row.items() if isinstance(value, str)}
-            for field in (field for field in row if re.search(r"(^|_)(s|ms|seconds|mb)$", field)):
-                other, own = (median([pair[side][field] for pair in pairs]) for side in (0, 1))
-                ratio = median([pair[0][field] / max(pair[1][field], 1e-9) for pair in pairs])
-                is_memory = field.endswith("mb")
-                gain = {"memory": 1 / max(ratio, 1e-9)} if is_memory else {"speed": ratio}
-                rows.add(
-                    {"case": case, **names, "field": field, "other": other, "here": own, **gain}
-                )
+            for field in row:
+                if not re.search(r"(^|_)(s|ms|seconds|mb)$", field):
+                    continue
+                other = [turn[number][field] for turn in others]
+                own = [turn[number][field] for turn in owns]
+                figures = {"other": median(other), "here": median(own)}
+                pairs = list(zip(other, own, strict=True))
+                if field.endswith("mb"):
+                    figures["memory"] = median([b / max(a, 1e-9) for a, b in pairs])
+                else:
+                    figures["speed"] = median([a / max(b, 1e-9) for a, b in pairs])
+                rows.add({"case": case, **names, "field": field, **figures})
 
 
 def run_in(root: Path, arguments: list[str]) -> list[dict[str, Any]]:
     """The rows that a Python program prints or writes, run in `root`; ends the benchmark where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rows.json"
-        where = (
-            ["--json", str(result)] if "--measure" not in arguments and arguments[0] != "-c" else []
-        )
+        # A program under `-c` prints its only row.
+        where = [] if arguments[0] == "-c" else ["--json", str(result)]
         done = subprocess.run(
             [sys.executable, *arguments, *where],
             cwd=root,

@@ -87,6 +87,10 @@ METHODS = ("padded", "packed", "grouper", "ours")
 # on a CPU: processes of (b) and (d), whose ratio is the finest; seconds that a process measures, once at least
 REPEATS = {"quick": (1, 0.0), "4 layers": (3, 15.0)}
 # on a GPU: tokens of a row, of which those of the 8B model have to fit 80 GB beside its weights and gradients
+CPU_CASES = [  # size, shape, token budget
+    ("4 layers", shape, 8192)
+    for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")
+]
 BUDGETS = {"quick": 4096, "1.5B": 131072, "8B": 65536}
 LARGEST = (
     200_000  # repeated tokens: packed rows of more would take the 8B model out of nine minutes
@@ -486,6 +490,17 @@ def shapes_for_gpu(size: str) -> list[str]:
     return ["128,128,8,10", "128,128,8,40", *(",".join(map(str, shape)) for shape in long)]
 
 
+def compare_checkouts(
+    checkout: Path, cases: list[tuple[str, str, int]], turns: int, path: Path | None
+) -> None:
+    """Ours of another checkout and of this one, by turns."""
+    commands = {}
+    for size, shape, max_tokens in cases:
+        measured = ["--measure", "ours", size, shape, str(REPEATS[size][1]), str(max_tokens)]
+        commands[shape] = ["-c", CPU_CLOCK, "benchmarks/prefix_attention.py", *measured]
+    beside(checkout, ROOT, commands, turns, path)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -515,30 +530,10 @@ def main() -> None:
         method, size, shape, seconds, max_tokens = args.measure
         print(json.dumps(measure(method, size, shape, float(seconds), int(max_tokens))))
         return
-    cases = [
-        ("4 layers", shape, 8192)
-        for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")
-    ]
-    if args.quick:
-        cases = [("quick", "128,32,4", 4096)]
+    cases = [("quick", "128,32,4", 4096)] if args.quick else CPU_CASES
     device = device_here()
     if args.against:
-        script, seconds = "benchmarks/prefix_attention.py", REPEATS[cases[0][0]][1]
-        commands = {
-            shape: [
-                "-c",
-                CPU_CLOCK,
-                script,
-                "--measure",
-                "ours",
-                size,
-                shape,
-                str(seconds),
-                str(tokens),
-            ]
-            for size, shape, tokens in cases
-        }
-        beside(args.against, ROOT, commands, 1 if args.quick else 3, args.json)
+        compare_checkouts(args.against, cases, 1 if args.quick else 3, args.json)
         return
     if device.type == "cuda" or args.one_process:
         rows, more = Rows(args.json), {"layers": "compiled"} if args.compile else {}

@@ -94,7 +94,7 @@ def _rows_of_file(path: str) -> Any:
         return Dataset.from_parquet(path)
     open_text: Any = gzip.open if name.endswith(".gz") else open
     with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
-        if ".csv" not in name[-7:]:
+        if not name.removesuffix(".gz").endswith(".csv"):
             return _json_rows(file.read())
         rows = list(csv.DictReader(file))  # all of it is text: 007 is not 7, and NA is not nothing
     if any(None in row for row in rows):  # the name of cells beyond the header's

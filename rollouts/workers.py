@@ -131,7 +131,10 @@ class _Output(io.FileIO):
         rest = memoryview(data)
         with suppress(OSError):
             while len(rest) > 0:  # a signal may cut it short
-                rest = rest[super().write(rest) or len(rest) :]
+                num_written = super().write(rest)
+                if num_written is None:  # it does not wait for its reader
+                    break
+                rest = rest[num_written:]
         return len(data)
 
 
