@@ -161,8 +161,8 @@ def test_layout():
 
 
 def test_length():
-    assert len(README.splitlines()) <= 320
-    assert len(TRANSLATION.splitlines()) <= 320
+    assert len(README.splitlines()) <= 290
+    assert len(TRANSLATION.splitlines()) <= 290
 
 
 def test_the_algorithm_stands_in_readme():

@@ -97,16 +97,6 @@ def test_any_other_value_is_explained():
         make(loss_type="ppo")
 
 
-def test_the_page_has_the_same_names():
-    """docs/coming-from-elsewhere.md, a row for each answer."""
-    found = {}
-    for names, hint in section("Names that are refused"):
-        for name in re.findall(r"`([^`]+)`", names):
-            assert name not in found
-            found[name] = hint
-    assert found == HINTS
-
-
 # -- defaults ----------------------------------------------------------------------------------------------------------
 
 # Fields here and in TRL's GRPOConfig whose defaults are the same value.
