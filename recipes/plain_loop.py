@@ -9,29 +9,16 @@ proofs of the servers' weights, references, several updates a batch, checkpoints
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import torch
 
 from config import TrainConfig, UserError, changed_fields, parse_args
-from prefix_attention import rope_limit
-from rollouts.data import leave_out_long, load_train_set
-from rollouts.group import Group, Prompt
 from rollouts.order import Order
-from rollouts.processor import load_processor, tokenizer_of
-from rollouts.sampling import sample_group
-from rollouts.scoring import Scorer
-from rollouts.servers import ServerPool
+from rollouts.run import Run, open_run
 from train import grpo_loss, loss_normalizer, off_policy_weights, optimizer_step, set_advantages
 from training.batching import Dealer, num_trained
-from training.model import (
-    build_policy,
-    load_model_config,
-    share_prefixes,
-    token_logprobs,
-    with_bf16,
-)
+from training.model import build_policy, share_prefixes, token_logprobs, with_bf16
 from training.optimizer import build_optimizer
 from utils import exits, process_group
 from vllm_client import ServerError
@@ -41,30 +28,25 @@ from weights.publish import published_weights
 LEFT_OUT = {"loss_fn", "order_fn", "parts", "drop_zero_advantage", "resume_from_checkpoint"}
 
 
-def plain_loop(
-    prompts: list[Prompt], pool: ServerPool, scorer: Scorer, device: Any, config: TrainConfig
-) -> None:
+def plain_loop(run: Run, device: Any, config: TrainConfig) -> None:
     """Publish the policy, sample, score, weigh, learn; and again."""
     torch.manual_seed(config.seed)
     policy = build_policy(config, device)
     config = share_prefixes(policy, config)  # patches the policy, or turns `share_prefix` off
-    num_steps = config.max_steps or math.ceil(config.num_epochs * len(prompts) / config.batch_size)
+    num_batches = math.ceil(config.num_epochs * len(run.prompts) / config.batch_size)
+    num_steps = config.max_steps or num_batches
     optimizer, scheduler = build_optimizer(policy, num_steps, config)
-    order = Order(prompts, {}, config)  # shuffled for each epoch
-
-    def sample_and_score(group: Group) -> None:
-        sample_group(group, pool, scorer.tokenizer, config)
-        scorer.score(group)
+    order = Order(run.prompts, {}, config)  # shuffled for each epoch
 
     for step in range(num_steps):
         # 1. Send the policy to the servers; each is admitted once it has the weights.
-        for server in pool.update_weights(published_weights(policy), version=step):
-            pool.admit(server)
+        for server in run.pool.update_weights(published_weights(policy), version=step):
+            run.pool.admit(server)
 
         # 2. A group of completions for each prompt, their rewards, and advantages within the group.
         groups = order.choose(first=step * config.batch_size)
         with ThreadPoolExecutor(config.batch_size) as threads:
-            list(threads.map(sample_and_score, groups))
+            list(threads.map(run.fill, groups))  # samples and scores a group
         set_advantages(groups, config)
 
         # 3. Rows that hold each prompt once; their losses add up.
@@ -106,18 +88,11 @@ def main(config: TrainConfig) -> None:
     if left_out:
         raise UserError(f"plain_loop leaves out {', '.join(left_out)}: use train.py")
     config = with_bf16(config)
-    tokenizer = tokenizer_of(load_processor(config))
-    prompts = load_train_set(tokenizer, config)
-    limit = rope_limit(load_model_config(config)[0])
-    with (
-        process_group(config.collective_timeout) as device,
-        closing(ServerPool(config, tokenizer, rope_limit=limit)) as pool,
-        closing(Scorer(tokenizer, config)) as scorer,
-    ):
-        longest = min(pool.wait_until_ready(), config.max_tokens_per_gpu)
-        prompts = leave_out_long(prompts, longest - config.max_completion_len, config)
-        pool.connect(device)
-        plain_loop(prompts, pool, scorer, device, config)
+    with process_group(config.collective_timeout) as device:
+        run = open_run(config, {})
+        with run.exits:
+            run.pool.connect(device)
+            plain_loop(run, device, config)
 
 
 if __name__ == "__main__":
