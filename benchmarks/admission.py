@@ -12,13 +12,11 @@ rewards, and others take their place. A group has the same latency in both check
   staleness    mean policy versions between a group's first token and its training; `most` is the largest
 """
 
-import argparse
 import inspect
 import itertools
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -96,36 +94,17 @@ def run(staleness: int, drops: float, slots: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure the checkouts in turn, and print and write the medians."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--against", type=Path, help="the checkout of another commit")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="one setting, once")
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        sys.path.remove(str(HERE / "benchmarks"))  # where a file is called prefix_attention, too
-        print(json.dumps([run(*setting) for setting in SETTINGS[: args.child]]), flush=True)
+    if len(sys.argv) == 3 and sys.argv[1] == "--child":
+        print(json.dumps([run(*setting) for setting in SETTINGS[: int(sys.argv[2])]]), flush=True)
         os._exit(0)
 
     sys.path[:0] = [str(HERE), str(HERE / "scripts")]
-    from benchmarks.common import report
+    from benchmarks.common import arguments, by_turns, report
 
-    checkouts = {"now": HERE}
-    if args.against:
-        checkouts = {"before": args.against.resolve(), "now": HERE}
+    args = arguments(__doc__, "one setting, once", "the order").parse_args()
     settings = SETTINGS[:1] if args.quick else SETTINGS
-    found: dict[str, list[list[dict[str, float]]]] = {when: [] for when in checkouts}
-    for _ in range(1 if args.quick else 2):
-        for when, checkout in checkouts.items():
-            done = subprocess.run(
-                [sys.executable, __file__, "--child", str(len(settings))],
-                stdout=subprocess.PIPE, text=True, check=True, cwd=checkout,
-                env={**os.environ, "PYTHONPATH": str(checkout)},
-            )  # fmt: skip
-            found[when].append(json.loads(done.stdout.splitlines()[-1]))
-
+    words = [__file__, "--child", len(settings)]
+    found = by_turns(words, args.against, 1 if args.quick else 2)
     rows = []
     for number, (staleness, drops, slots) in enumerate(settings):
         row: dict[str, Any] = {"max_staleness": staleness, "drops": drops, "slots": slots}

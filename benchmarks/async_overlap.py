@@ -4,9 +4,6 @@ python benchmarks/async_overlap.py [--json PATH] [--quick]
 
 """
 
-import argparse
-import json
-import multiprocessing
 import random
 import sys
 import tempfile
@@ -21,8 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import torch
 from build_tiny import build, build_model, build_tokenizer
 
-from benchmarks.common import median, report
-from benchmarks.local_server import local_server
+from benchmarks.common import arguments, lines, median, report
+from benchmarks.local_server import local_server, stand_in
 from config import TrainConfig
 from recipes.rewards import exact_match
 from train import main as train
@@ -39,8 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
 def run(config: TrainConfig) -> dict[str, Any]:
     """One training run, from its own metrics."""
     train(config)
-    lines = (Path(config.output_dir) / "metrics.jsonl").read_text().splitlines()
-    rows = [row for line in lines if (row := json.loads(line))["step"] > 2]
+    rows = [row for row in lines(Path(config.output_dir) / "metrics.jsonl") if row["step"] > 2]
     took = median([row["time/step_s"] for row in rows])
     measured = {
         "steps_per_s": 1 / took,
@@ -65,16 +61,6 @@ def skewed(prompt_ids: list[int], number: int) -> tuple[list[int], float]:
     """8 tokens; one completion in ten takes ten times as long."""
     rng = random.Random(1000 * sum(prompt_ids) + number)
     return [rng.randrange(5, 90) for _ in range(8)], SECONDS * (10 if rng.random() < 0.1 else 1)
-
-
-def serve(model: str, url: Any, done: Any) -> None:
-    """The stand-in, in a process of its own."""
-    from fake_server import fake_server
-
-    torch.set_num_threads(1)
-    with fake_server(model, skewed, slots=SLOTS, max_model_len=512, with_logprobs=False) as server:
-        url.send(server.url)
-        done.wait()
 
 
 def long_prompts() -> list[dict[str, str]]:
@@ -110,14 +96,8 @@ def controlled(folder: Path, steps: int) -> list[dict[str, Any]]:
     network.config.max_position_embeddings = 512
     network.save_pretrained(model)
     tokenizer.save_pretrained(model)
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    done = spawn.Event()
-    process = spawn.Process(target=serve, args=(model, there, done))
-    process.start()
-    there.close()
-    try:
-        url = here.recv()
+    fields: dict[str, Any] = {"slots": SLOTS, "max_model_len": 512, "with_logprobs": False}
+    with stand_in(model, skewed, **fields) as (url, _):
         generate_s = generate_seconds(url)
         rows = []
         for mode, fields in MODES.items():
@@ -128,9 +108,6 @@ def controlled(folder: Path, steps: int) -> list[dict[str, Any]]:
                 **{"max_tokens_per_gpu": 1800, **fields},
             )  # fmt: skip
             rows.append({"part": "a", "mode": mode, "generate_s": generate_s, **run(config)})
-    finally:
-        done.set()
-        process.join()
     for row in rows:
         row["bound"] = 1 / max(generate_s, rows[-1]["own_s"])
         row["of_bound"] = row["steps_per_s"] / row["bound"]
@@ -176,14 +153,7 @@ def tiny(folder: Path, steps: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument(
-        "--quick", action="store_true", help="part (a) with few steps, in under a minute"
-    )
-    args = parser.parse_args()
+    args = arguments(__doc__, "part (a) with few steps, in under a minute").parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         rows = controlled(Path(folder), steps=5 if args.quick else 30)

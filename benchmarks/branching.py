@@ -20,7 +20,6 @@ reached. `difference` is the largest difference of a log-prob from that of dense
 import argparse
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,17 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from benchmarks.common import CPU_CLOCK, beside, durations, median, memory_mb, report
+from benchmarks.common import (
+    CPU_CLOCK,
+    arguments,
+    beside,
+    durations,
+    flops,
+    median,
+    memory_mb,
+    ran,
+    report,
+)  # fmt: skip
 from benchmarks.prefix_attention import SIZES, make_model
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
 
@@ -111,19 +120,6 @@ def count(pairs: Pairs, shares: bool) -> tuple[int, int, int]:
     return tokens, scores, sum(len(ids) for _, ids in pairs)
 
 
-def flops(size: str, tokens: int, scores: int, sampled: int) -> float:
-    """Of forward and backward: 3 x linear and head, 3.5 x attention."""
-    s = SIZES[size]
-    heads = s["num_attention_heads"] * s["head_dim"]
-    weights = (
-        2 * s["hidden_size"] * heads
-        + 2 * s["hidden_size"] * s["num_key_value_heads"] * s["head_dim"]
-    )
-    weights += 3 * s["hidden_size"] * s["intermediate_size"]
-    layers = s["num_hidden_layers"] * (3 * 2 * weights * tokens + 3.5 * 4 * heads * scores)
-    return layers + 3 * 2 * s["vocab_size"] * s["hidden_size"] * sampled
-
-
 def measure(job: str, method: str, is_quick: bool) -> dict[str, Any]:
     """One method on one job, in this process."""
     torch.set_num_threads(1)
@@ -156,18 +152,8 @@ def compare(job: str, is_quick: bool) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
     for _ in range(1 if is_quick else 3):
         for method in METHODS:
-            command = [
-                sys.executable,
-                __file__,
-                "--measure",
-                job,
-                method,
-                *(["--quick"] if is_quick else []),
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                sys.exit(f"{method} on {job}: {done.stderr[-2000:]}")
-            found[method].append(json.loads(done.stdout.splitlines()[-1]))
+            words = [__file__, "--measure", job, method, *["--quick"] * is_quick]
+            found[method].append(ran(words))
     size = "quick" if is_quick else "4 layers"
     pairs = [
         pair
@@ -180,7 +166,7 @@ def compare(job: str, is_quick: bool) -> dict[str, Any]:
     middle = lambda method, name: median([one[name] for one in found[method]])
     for name in ("tokens", "s", "mb"):
         row |= {f"{method}_{name}": middle(method, name) for method in METHODS}
-    row["bound"] = flops(size, *dense) / flops(size, *tree)
+    row["bound"] = flops(SIZES[size], *dense) / flops(SIZES[size], *tree)
     row["speedup"] = row["dense_s"] / row["tree_s"]
     row["of_bound"] = row["speedup"] / row["bound"]
     row["over_prompts"] = row["prompts_s"] / row["tree_s"]
@@ -191,16 +177,7 @@ def compare(job: str, is_quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny jobs and a tiny model, in half a minute"
-    )
-    parser.add_argument(
-        "--against", type=Path, help="the checkout of another commit: trees of both, by turns"
-    )
+    parser = arguments(__doc__, "tiny jobs and a tiny model, in half a minute", "trees")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -211,7 +188,7 @@ def main() -> None:
         quick = ["--quick"] if args.quick else []
         script = ["-c", CPU_CLOCK, "benchmarks/branching.py", *quick]
         commands = {job: [*script, "--measure", job, "tree"] for job in JOBS}
-        beside(args.against, ROOT, commands, 1 if args.quick else 3, args.json)
+        beside(args.against, commands, 1 if args.quick else 3, args.json)
         return
     table: list[dict[str, Any]] = []
     for job in JOBS:

@@ -6,9 +6,6 @@ The tiny recipe, undisturbed and disturbed, against the real vLLM in a shell loo
 is started again with `--resume_from_checkpoint auto`.
 """
 
-import argparse
-import json
-import os
 import random
 import signal
 import subprocess
@@ -26,19 +23,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import psutil
 from build_tiny import build
 from launch import LocalServer, popen
 
-from benchmarks.common import report
+from benchmarks.common import arguments, lines, report
 from benchmarks.local_server import local_server
 from config import TrainConfig, parse_args
 from rollouts.data import leave_out_long, load_prompts
 from training.checkpoints import find_start
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that is being written."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def size(folder: Path) -> int:
@@ -49,12 +42,6 @@ def size(folder: Path) -> int:
 def restarting(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a shell that starts the command again when it dies."""
     return popen(["bash", "-c", 'until "$@"; do sleep 1; done', "restarting", *command], log, env)
-
-
-def child_of(shell: int) -> int:
-    """The server's own process, below the shell that restarts it."""
-    (child,) = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
-    return int(child)
 
 
 @contextmanager
@@ -105,7 +92,8 @@ def train(
 
     def kill_server() -> None:
         server.wait()
-        os.kill(child_of(server.process.pid), signal.SIGKILL)
+        (own,) = psutil.Process(server.process.pid).children()  # below the shell that restarts it
+        own.kill()
         killed["server"] += 1
 
     def start() -> subprocess.Popen[bytes]:
@@ -220,11 +208,7 @@ def summary(quiet: dict[str, Any], chaos: dict[str, Any]) -> str:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="a kill of each and few steps")
+    parser = arguments(__doc__, "a kill of each and few steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     num_steps = 6 if args.quick else 40

@@ -1,21 +1,40 @@
-"""What the benchmarks share: the machine's name, versions, times and memory, tables, JSON results."""
+"""What the benchmarks share: command line, children by turns, times, memory, FLOPs, tables and JSON results."""
 
+import argparse
 import gc
 import importlib.metadata
 import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# -- Results ---------------------------------------------------------------------------------------
+
+
+def arguments(doc: str | None, quick: str, against: str = "") -> argparse.ArgumentParser:
+    """The command line of a benchmark: `--json`, `--quick` and, where it compares something, `--against`."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    if against:
+        checkout = f"the checkout of another commit: {against} of both, by turns"
+        parser.add_argument("--against", type=Path, help=checkout)
+    return parser
 
 
 def machine() -> str:
@@ -37,23 +56,38 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
-def memory_mb(device: torch.device, field: str) -> float:
-    """Memory in use (`VmRSS`) or its peak (`VmHWM`), MB."""
-    if device.type == "cuda":
-        if field == "VmRSS":
-            return torch.cuda.memory_allocated() / 1e6
-        return torch.cuda.max_memory_allocated() / 1e6
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1e3
+def commit() -> str:
+    """The commit that is measured, with a `+` where files differ from it; empty without git."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
 
 
-def median(values: list[float]) -> float:
-    """The middle value: these machines are shared and noisy."""
-    return statistics.median(values)
+def write(rows: list[dict[str, Any]], path: Path | None) -> None:
+    """Write the rows as JSON, at once: a reader never finds half a file."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        script = os.path.relpath(sys.argv[0], ROOT)
+        command = shlex.join(["python", script, *sys.argv[1:]])
+        found = {
+            "machine": machine(), "commit": commit(), "command": command, "versions": versions(),
+            "rows": rows,
+        }  # fmt: skip
+        part.write_text(json.dumps(found, indent=2) + "\n")
+        part.replace(path)
+
+
+def shown(value: Any) -> str:
+    """A value for people: four digits of a number that is no integer."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def report(rows: list[dict[str, Any]], path: Path | None) -> None:
-    """Print the rows as a table and, with a path, write them as JSON with machine and versions."""
+    """Print the rows as a table and, with a path, write them."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns]
     for row in rows:
@@ -63,81 +97,6 @@ def report(rows: list[dict[str, Any]], path: Path | None) -> None:
         cells = zip(line, widths, strict=True)
         print("  ".join(cell.rjust(width) for cell, width in cells))
     write(rows, path)
-
-
-def shown(value: Any) -> str:
-    """A value for people: four digits of a number that is no integer."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def write(rows: list[dict[str, Any]], path: Path | None) -> None:
-    """Write the rows as JSON with machine and versions, at once: a reader never finds half a file."""
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        found = {"machine": machine(), "versions": versions(), "rows": rows}
-        part.write_text(json.dumps(found, indent=2) + "\n")
-        part.replace(path)
-
-
-# Runs a script whose clock is the CPU time of its process, which neighbours on a machine disturb less.
-CPU_CLOCK = """
-import runpy, sys, time
-time.perf_counter = time.process_time
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def beside(
-    checkout: Path, here: Path, cases: dict[str, list[str]], turns: int, path: Path | None
-) -> None:
-    """Print and write each case's figures in the checkout of another commit and here, run by turns.
-
-    A case is what follows `python`, of paths below the root; it prints its figures as JSON in its last line, or writes
-    rows by `--json`. `speed` and `memory` are medians, over the turns, of other over here and of here over other.
-    """
-    rows = Rows(path)
-    for case, arguments in cases.items():
-        others, owns = [], []  # of each turn
-        for _ in range(turns):
-            others.append(run_in(checkout.resolve(), arguments))
-            owns.append(run_in(here, arguments))
-
-        for number, row in enumerate(owns[0]):
-            names = {name: value for name, value in row.items() if isinstance(value, str)}
-            for field in row:
-                if not re.search(r"(^|_)(s|ms|seconds|mb)$", field):
-                    continue
-                other = [turn[number][field] for turn in others]
-                own = [turn[number][field] for turn in owns]
-                figures = {"other": median(other), "here": median(own)}
-                pairs = list(zip(other, own, strict=True))
-                if field.endswith("mb"):
-                    figures["memory"] = median([b / max(a, 1e-9) for a, b in pairs])
-                else:
-                    figures["speed"] = median([a / max(b, 1e-9) for a, b in pairs])
-                rows.add({"case": case, **names, "field": field, **figures})
-
-
-def run_in(root: Path, arguments: list[str]) -> list[dict[str, Any]]:
-    """The rows that a Python program prints or writes, run in `root`; ends the benchmark where it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "rows.json"
-        # A program under `-c` prints its only row.
-        where = [] if arguments[0] == "-c" else ["--json", str(result)]
-        done = subprocess.run(
-            [sys.executable, *arguments, *where],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"{' '.join(arguments)} in {root}: {done.stderr[-2000:]}")
-        if where:
-            return list(json.loads(result.read_text())["rows"])
-        return [json.loads(done.stdout.splitlines()[-1])]
 
 
 class Skipped(Exception):
@@ -175,22 +134,128 @@ class Rows:
             torch.cuda.empty_cache()
 
 
+# -- Children --------------------------------------------------------------------------------------
+
+# Runs a script whose clock is the CPU time of its process, which neighbours on a machine disturb less.
+CPU_CLOCK = """
+import runpy, sys, time
+time.perf_counter = time.process_time
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def ran(words: list[Any], root: Path = ROOT, env: Mapping[str, str] | None = None) -> Any:
+    """What a Python program prints as JSON in its last line; ends the benchmark where it fails."""
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, **(env or {})}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        sys.exit(f"{' '.join(command[1:])[-300:]} in {root}: {done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def by_turns(words: list[Any], against: Path | None, turns: int) -> dict[str, list[Any]]:
+    """What a script of ours prints as JSON, `turns` times each for the checkout of another commit and for this one.
+
+    The script imports the trainer and `benchmarks` of the checkout, and must not have imported ours before. The keys
+    are "before", where there is another checkout, and "now".
+    """
+    checkouts = {"before": against.resolve()} if against else {}
+    checkouts["now"] = ROOT
+    found: dict[str, list[Any]] = {when: [] for when in checkouts}
+    for _ in range(turns):
+        for when, checkout in checkouts.items():
+            path = {"PYTHONPATH": f"{checkout}:{checkout / 'scripts'}", "PYTHONSAFEPATH": "1"}
+            found[when].append(ran(words, checkout, path))
+    return found
+
+
+def beside(checkout: Path, cases: dict[str, list[str]], turns: int, path: Path | None) -> None:
+    """Print and write each case's figures in the checkout of another commit and here, run by turns.
+
+    A case is what follows `python`, of paths below the root; it prints its figures as JSON in its last line, or writes
+    rows by `--json`. `speed` and `memory` are medians, over the turns, of other over here and of here over other.
+    """
+    rows = Rows(path)
+    for case, words in cases.items():
+        others, owns = [], []  # of each turn
+        for _ in range(turns):
+            others.append(rows_of(checkout.resolve(), words))
+            owns.append(rows_of(ROOT, words))
+
+        for number, row in enumerate(owns[0]):
+            names = {name: value for name, value in row.items() if isinstance(value, str)}
+            for field in row:
+                if not re.search(r"(^|_)(s|ms|seconds|mb)$", field):
+                    continue
+                other = [turn[number][field] for turn in others]
+                own = [turn[number][field] for turn in owns]
+                figures = {"other": median(other), "here": median(own)}
+                pairs = list(zip(other, own, strict=True))
+                if field.endswith("mb"):
+                    figures["memory"] = median([b / max(a, 1e-9) for a, b in pairs])
+                else:
+                    figures["speed"] = median([a / max(b, 1e-9) for a, b in pairs])
+                rows.add({"case": case, **names, "field": field, **figures})
+
+
+def rows_of(root: Path, words: list[str]) -> list[dict[str, Any]]:
+    """The rows that a program writes; one under `-c` prints its only row."""
+    if words[0] == "-c":
+        return [ran(words, root)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        command = [sys.executable, *words, "--json", str(path)]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{' '.join(words)} in {root}: {done.stderr[-3000:]}")
+        return list(json.loads(path.read_text())["rows"])
+
+
+def as_options(fields: Mapping[str, Any]) -> list[str]:
+    """Fields of TrainConfig as options of train.py."""
+    words = []
+    for name, value in fields.items():
+        words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a log, which may be being written."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+# -- Times and memory ------------------------------------------------------------------------------
+
+
+def median(values: list[float]) -> float:
+    """The middle value: these machines are shared and noisy."""
+    return statistics.median(values)
+
+
+def medians(runs: list[dict[str, Any]], kinds: tuple[str, ...] = ("",)) -> dict[str, float]:
+    """The median over runs of each figure that all of them have, and whose name begins like one of `kinds`."""
+    common = set.intersection(*(set(run) for run in runs))
+    names = [name for name in runs[0] if name in common and name.startswith(kinds)]
+    return {name: median([run[name] for run in runs]) for name in names}
+
+
 def device_here() -> torch.device:
     """The GPU, or else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def peak_flops() -> float | None:
-    """FLOP/s of dense bf16 matrix products by the GPU's data sheet; None for a CPU and for unknown GPUs."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    sheets = {
-        "H100.*NVL": 835e12,
-        "H100.*PCIe": 756e12,
-        "H[12]00": 989e12,
-        "B200": 2250e12,
-        "A100": 312e12,
-    }
-    return next((flops for pattern, flops in sheets.items() if re.search(pattern, name)), None)
+def memory_mb(device: torch.device, field: str) -> float:
+    """Memory in use (`VmRSS`) or its peak (`VmHWM`), MB."""
+    if device.type == "cuda":
+        if field == "VmRSS":
+            return torch.cuda.memory_allocated() / 1e6
+        return torch.cuda.max_memory_allocated() / 1e6
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith(field)) / 1e3
 
 
 def reset_peak(device: torch.device) -> None:
@@ -220,3 +285,41 @@ def durations(
             step()
             times.append(time.perf_counter() - started)
     return times
+
+
+# -- FLOPs -----------------------------------------------------------------------------------------
+
+
+def peak_flops() -> float | None:
+    """FLOP/s of dense bf16 matrix products by the GPU's data sheet; None for a CPU and for unknown GPUs."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    sheets = {
+        "H100.*NVL": 835e12,
+        "H100.*PCIe": 756e12,
+        "H[12]00": 989e12,
+        "B200": 2250e12,
+        "A100": 312e12,
+    }
+    return next((flops for pattern, flops in sheets.items() if re.search(pattern, name)), None)
+
+
+def layer_weights(shape: Mapping[str, int]) -> int:
+    """Weights in the matrices of one decoder layer of Qwen3's shape."""
+    heads = shape["num_attention_heads"] * shape["head_dim"]
+    keys = shape["num_key_value_heads"] * shape["head_dim"]
+    return shape["hidden_size"] * (2 * heads + 2 * keys + 3 * shape["intermediate_size"])
+
+
+def flops(shape: Mapping[str, int], tokens: int, pairs: int, predicted: int) -> float:
+    """Of forward and backward: 3 x linear and head, 3.5 x attention.
+
+    Args:
+        shape: of Qwen3.
+        tokens: forwarded tokens.
+        pairs: pairs of a query and a key that it sees.
+        predicted: tokens whose log-probs are asked for.
+    """
+    heads = shape["num_attention_heads"] * shape["head_dim"]
+    per_layer = 3 * 2 * layer_weights(shape) * tokens + 3.5 * 4 * heads * pairs
+    head = 3 * 2 * shape["vocab_size"] * shape["hidden_size"] * predicted
+    return shape["num_hidden_layers"] * per_layer + head

@@ -1,6 +1,6 @@
 """The same GRPO job given to this trainer and to TRL's `GRPOTrainer`, one after the other, on the CPU.
 
-    pip install -r requirements-dev.txt
+    pip install -r requirements/dev.txt
     python benchmarks/end_to_end.py [--json PATH] [--quick]
 
 A random Qwen3 of 10 M parameters, prompts of 512 tokens, 8 completions of 64 tokens each, 8 prompts a step, one
@@ -13,10 +13,8 @@ second, and the peak memory of the training process.
 import argparse
 import importlib.util
 import json
-import os
 import random
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmarks.common import median, report
+from benchmarks.common import arguments, lines, median, ran, report
 
 JOBS: dict[str, dict[str, Any]] = {
     "10 M": {
@@ -88,7 +86,7 @@ def run_ours(
         max_tokens_per_gpu=job["max_tokens"], reward_workers=1, output_dir=str(folder), learning_rate=1e-6,
     )  # fmt: skip
     main(config)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = lines(folder / "metrics.jsonl")
     assert all(row["completions/mean_length"] == job["completion"] for row in rows)
     return [row["time/step_s"] for row in rows]
 
@@ -159,29 +157,15 @@ def compare(name: str, steps: int, folder: Path) -> dict[str, Any]:
     length = str(job["prompt"] + job["completion"])
 
     def child(method: str, url: str) -> None:
-        command = [sys.executable, __file__, "--measure", name, method, str(model), url, str(steps)]
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "2",
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "HF_HUB_OFFLINE": "1",
-        }
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-        if done.returncode:
-            sys.exit(f"{method} on {name}: {done.stderr[-3000:]}")
-        measured = json.loads(done.stdout.splitlines()[-1])
+        words = [__file__, "--measure", name, method, model, url, steps]
+        env = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+        measured = ran(words, env=env)
         key = method.replace(" ", "_")
         row[f"{key}_s"], row[f"{key}_mb"] = measured["seconds"], measured["memory_mb"]
         row[f"{key}_tokens_per_s"] = tokens / measured["seconds"]
 
-    options = (
-        "--max-model-len",
-        length,
-        "--max-num-seqs",
-        "128",
-        "--gpu-memory-utilization",
-        "0.3",
-    )
+    options = ["--max-model-len", length, "--max-num-seqs", "128"]
+    options += ["--gpu-memory-utilization", "0.3"]
     with local_server(str(model), folder / "server.log", *options) as server:
         url = server.wait()
         for method in ("ours 0", "ours 1"):
@@ -191,17 +175,13 @@ def compare(name: str, steps: int, folder: Path) -> dict[str, Any]:
         row["times_as_fast"] = row["trl_s"] / row["ours_1_s"]
         row["share_of_memory"] = row["ours_1_mb"] / row["trl_mb"]
     else:
-        print("trl is not installed, its side is left out: pip install -r requirements-dev.txt")
+        print("trl is not installed, its side is left out: pip install -r requirements/dev.txt")
     return row
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="the tiny model for three steps")
+    parser = arguments(__doc__, "the tiny model for three steps")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:

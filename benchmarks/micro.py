@@ -4,18 +4,16 @@
 
 On a GPU in bf16 with the shapes of an 8B model, on a CPU (`--quick`) in fp32 with tiny ones. Times are medians of
 forward and backward after a warm-up; `forward_ms` is the forward alone, `memory_mb` the peak above the inputs.
-  attention  ours (the cascade over one row) and PrefixGrouper share the prompts, as flex_attention does by its mask;
-             the others run on repeated prompts. `tflops` counts the pairs of query and key that a variant has to do.
-  head       ours, rivals that write the logits down or make them again, and chunks with two kinds of products. The
-             bound is 6·N·hidden·vocab FLOPs at the peak of the data sheet.
+  attention  ours (the cascade over one row) and PrefixGrouper share the prompts; the others run on repeated prompts.
+             `tflops` counts the pairs of query and key that a variant has to do.
+  head       ours, and rivals that write the logits down or make them again. The bound is 6·N·hidden·vocab FLOPs at
+             the peak of the data sheet.
   layer      a decoder layer over a shared row, plain and by torch.compile.
 `difference` is from the first variant's outputs, relative to their norm; for the head, from fp64 log-probs, in nats.
 A variant that cannot run here gives a row that says why.
 """
 
-import argparse
 import importlib
-import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -37,6 +35,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.common import (
     Rows,
     Skipped,
+    arguments,
     beside,
     device_here,
     durations,
@@ -45,7 +44,7 @@ from benchmarks.common import (
     peak_flops,
     reset_peak,
 )
-from benchmarks.prefix_attention import SIZES, forest_attention, grouper_attention
+from benchmarks.prefix_attention import SIZES, grouper_attention
 from prefix_attention import (
     _Asked,
     _attention,
@@ -227,56 +226,6 @@ def flash(case: Attention) -> Variant:
     return Variant(inputs, lambda: kernel(*inputs, *limits, scale=case.scale)[0], case.from_rows)
 
 
-def varlen(case: Attention) -> Variant:
-    """torch.nn.attention.varlen, whose arguments change from release to release."""
-    on_gpu(case)
-    function = imported("torch.nn.attention.varlen", "varlen_attn")
-    known = inspect.signature(function).parameters
-    options: dict[str, Any] = (
-        {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    )
-    options |= {"enable_gqa": True} if "enable_gqa" in known else {}
-    inputs, ends = case.taken(case.rows), case.cumulative()
-    return Variant(
-        inputs,
-        lambda: function(*inputs, ends, ends, case.length, case.length, **options),
-        case.from_rows,
-    )
-
-
-def outside(module: str, case: Attention) -> Variant:
-    """`flash_attn_varlen_func` of a package: FA3, FA4, vLLM's copies (of which some have no backward)."""
-    on_gpu(case)
-    function = imported(module, "flash_attn_varlen_func")
-    inputs, ends = case.taken(case.rows), case.cumulative()
-    known = inspect.signature(function).parameters
-    limits = {
-        "cu_seqlens_q": ends,
-        "cu_seqlens_k": ends,
-        "max_seqlen_q": case.length,
-        "max_seqlen_k": case.length,
-    }
-    options = {name: value for name, value in limits.items() if name in known}
-
-    def forward() -> Tensor:
-        out = function(*inputs, softmax_scale=case.scale, causal=True, **options)
-        return out[0] if isinstance(out, tuple) else out
-
-    return Variant(inputs, forward, case.from_rows)
-
-
-def flex(case: Attention) -> Variant:
-    """flex_attention by the mask of the forest; making the mask is not in the time."""
-    on_gpu(case)
-    inputs = case.taken()
-
-    def forward() -> Tensor:
-        q, k, v = (t.transpose(0, 1)[None] for t in inputs)
-        return forest_attention(None, q, k, v, None, case.tree, case.scale)[0][0]
-
-    return Variant(inputs, forward, case.from_row, is_shared=True)
-
-
 def grouper(case: Attention) -> Variant:
     """PrefixGrouper through sdpa, a row for each group."""
     masks = imported("prefix_grouper", "PrefixGrouper").from_ungrouped_masks
@@ -307,13 +256,7 @@ ATTENTION: dict[str, Callable[[Attention], Variant]] = {
     "ours": cascade,
     "ours" + PLAIN: cascade,
     "one FA2 varlen call, repeated": flash,
-    "torch varlen_attn, repeated": varlen,
-    "flex_attention": flex,
     "prefix_grouper": grouper,
-    "FA3, repeated": partial(outside, "flash_attn_interface"),
-    "FA4, repeated": partial(outside, "flash_attn.cute"),
-    "FA3 of vLLM, repeated": partial(outside, "vllm.vllm_flash_attn"),
-    "FA4 of vLLM, repeated": partial(outside, "vllm.vllm_flash_attn.cute.interface"),
 }
 
 
@@ -375,60 +318,6 @@ class Head:
         return (logprobs[some].double() - exact).abs().max().item()
 
 
-class ByChunks(torch.autograd.Function):
-    """Log-probs by chunks of tokens, whose logits are made again in backward; `product` gives fp32 matrices."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, product: Any, size: int, targets: Tensor, x: Tensor, weight: Tensor
-    ) -> Tensor:
-        """[N] fp32."""
-        logprobs, normalizers = (torch.empty(len(x), device=x.device) for _ in range(2))
-        for part in (slice(start, start + size) for start in range(0, len(x), size)):
-            logits = product(x[part], weight.T)
-            normalizers[part] = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizers[part]
-        ctx.product, ctx.size = product, size
-        ctx.save_for_backward(targets, x, weight, normalizers)
-        return logprobs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and weight."""
-        targets, x, weight, normalizers = ctx.saved_tensors
-        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
-        for part in (slice(start, start + ctx.size) for start in range(0, len(x), ctx.size)):
-            dz = (
-                ctx.product(x[part], weight.T)
-                .sub_(normalizers[part, None])
-                .exp_()
-                .mul_(-grad[part, None])
-            )
-            dz[torch.arange(len(dz), device=dz.device), targets[part]] += grad[part]
-            dz = dz.to(x.dtype)
-            dx[part] = dz @ weight
-            dweight += ctx.product(dz.T, x[part])
-        return None, None, None, dx, dweight.to(weight.dtype)
-
-
-def rounded(a: Tensor, b: Tensor) -> Tensor:
-    """A product in the operands' dtype, and then fp32."""
-    return (a @ b).float()
-
-
-def accumulated(a: Tensor, b: Tensor) -> Tensor:
-    """A product that stays in fp32, in which it is summed."""
-    return torch.mm(a, b, out_dtype=torch.float32)
-
-
-def by_chunks(product: Any, num_logits: int, case: Head) -> Tensor:
-    """`ByChunks` with `num_logits` at a time."""
-    if product is accumulated:
-        on_gpu(case)
-    size = max(1, num_logits // len(case.weight))
-    return ByChunks.apply(product, size, case.targets, case.x, case.weight)
-
-
 def ours(with_entropy: bool, case: Head) -> Tensor:
     """The one of prefix_attention.py."""
 
@@ -471,10 +360,6 @@ HEAD: dict[str, Callable[[Head], Tensor]] = {
     "ours, with entropy": partial(ours, True),
     "ours" + PLAIN: partial(ours, False),
     "ours, with entropy" + PLAIN: partial(ours, True),
-    "chunks of 2^27, rounded products": partial(by_chunks, rounded, 1 << 27),
-    "chunks of 2^27, fp32 products": partial(by_chunks, accumulated, 1 << 27),
-    "chunks of 2^28, fp32 products": partial(by_chunks, accumulated, 1 << 28),
-    "chunks of 2^29, fp32 products": partial(by_chunks, accumulated, 1 << 29),
     "all logits, cross_entropy": lambda case: written_down(case.x, case.weight, case.targets),
     "chunks under checkpoint": checkpointed,
     "cut-cross-entropy": cut,
@@ -549,25 +434,15 @@ def layer(is_compiled: bool, is_quick: bool, device: torch.device) -> dict[str, 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here, one by one")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny shapes, in under a minute on a CPU"
-    )
+    parser = arguments(__doc__, "tiny shapes, in under a minute on a CPU", "the heads")
     parts = ("head", "attention", "layer")
-    parser.add_argument(
-        "--parts", nargs="+", choices=parts, default=parts, help="which of them, in the usual order"
-    )
-    parser.add_argument(
-        "--against", type=Path, help="the checkout of another commit: the heads of both, by turns"
-    )
+    which = "which of them, in the usual order"
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help=which)
     args = parser.parse_args()
     if args.against:
         shapes = {"quick": "(64, 32, 512)"} if args.quick else AGAINST
         commands = {name: ["-c", HEAD_ALONE.format(shape=shape)] for name, shape in shapes.items()}
-        beside(args.against, ROOT, commands, 1 if args.quick else 3, args.json)
+        beside(args.against, commands, 1 if args.quick else 3, args.json)
         return
     rows, device = Rows(args.json), device_here()
     if "head" in args.parts:

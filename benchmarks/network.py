@@ -16,7 +16,6 @@ Faults run with a `sync_timeout` of 8 s. With `--against` a checkout of another 
 It needs root, `ip` and `tc`, and leaves nothing behind.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,80 +123,58 @@ def measured(
     checkout: Path, num: int, megabytes: int, fault: str, delay_s: float, rate: str
 ) -> dict[str, Any]:
     """One row of a checkout; a fault comes `delay_s` after the beginning of a sync."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{checkout}:{checkout / 'scripts'}",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    with hosts(num + 1, rate) as names:
-        started: list[subprocess.Popen[Any]] = []
-        try:
-            for name in names[1:]:
-                command = ["ip", "netns", "exec", name, sys.executable, __file__, "--serve"]
-                started.append(subprocess.Popen(command, env=env, cwd=checkout))
-            command = ["ip", "netns", "exec", names[0], sys.executable, __file__]
-            command += ["--sync", str(num), "--mb", str(megabytes), "--fault", fault]
-            trainer = subprocess.Popen(
+    path = {"PYTHONPATH": f"{checkout}:{checkout / 'scripts'}", "PYTHONSAFEPATH": "1"}
+    env = {**os.environ, **path, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with hosts(num + 1, rate) as names, ExitStack() as started:
+
+        def start(name: str, *words: Any) -> Any:
+            command = ["ip", "netns", "exec", name, sys.executable, __file__, *map(str, words)]
+            process = subprocess.Popen(
                 command, env=env, cwd=checkout, stdout=subprocess.PIPE, text=True
             )
-            started.append(trainer)
-            assert trainer.stdout
-            lines: list[str] = []
-            for line in trainer.stdout:
-                lines.append(line)
-                if line == "begun\n":
-                    time.sleep(delay_s)
-                    started[0].send_signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-            row: dict[str, Any] = json.loads(lines[-1])
-        finally:
-            for process in started:
-                with suppress(ProcessLookupError):
-                    process.kill()
-                process.wait()
+            started.callback(process.wait)
+            started.callback(process.kill)
+            return process
+
+        servers = [start(name, "--serve") for name in names[1:]]
+        trainer = start(names[0], "--sync", num, megabytes, fault)
+        for line in trainer.stdout:
+            if line == "begun\n":
+                time.sleep(delay_s)
+                servers[0].send_signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        row: dict[str, Any] = json.loads(line)
     return row
 
 
 def main() -> None:
     """Measure, and print and write the rows."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--against", type=Path, help="the checkout of another commit")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="1 and 2 servers, 64 MB")
+    match sys.argv[1:]:
+        case ["--serve"]:
+            serve()
+        case ["--sync", num, megabytes, fault]:
+            sync(int(num), int(megabytes), bool(fault))
+
+    sys.path[:0] = [str(HERE), str(HERE / "scripts")]
+    from benchmarks.common import arguments, report
+
+    parser = arguments(__doc__, "1 and 2 servers, 64 MB", "syncs")
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--mb", type=int, default=336)
     parser.add_argument("--mbit", type=int, default=800, help="the rate of each link")
-    parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--sync", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    sys.path.pop(0)  # this folder, whose files have names of the core's
-    if args.serve:
-        serve()
-    if args.sync:
-        sync(args.sync, args.mb, bool(args.fault))
     if args.quick:
         args.servers, args.mb = [1, 2], 64
-
-    checkouts = {"now": HERE}
-    if args.against:
-        checkouts = {"before": args.against.resolve(), "now": HERE}
-    rows = []
+    checkouts = {"before": args.against.resolve()} if args.against else {}
+    checkouts["now"] = HERE
+    link_s = args.mb * 2**20 * 8 / (args.mbit * 1e6)
     cases = [(num, "") for num in args.servers]
     cases += [(args.servers[-1], fault) for fault in ("kill", "stop")]
+    rows = []
     for num, fault in cases:
         for when, checkout in checkouts.items():
-            link_s = args.mb * 2**20 * 8 / (args.mbit * 1e6)
-            rate, delay_s = f"{args.mbit}mbit", 0.3 * link_s
-            found = measured(checkout, num, args.mb, fault, delay_s, rate)
+            found = measured(checkout, num, args.mb, fault, 0.3 * link_s, f"{args.mbit}mbit")
             shown = {"when": when, "servers": num, "fault": fault or "none"}
             rows.append({**shown, **found, "over_link": found["sync_s"] / link_s})
-
-    sys.path[:0] = [str(HERE)]
-    from benchmarks.common import report
-
     report(rows, args.json)
 
 

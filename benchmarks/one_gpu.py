@@ -16,7 +16,6 @@ vLLM runs with CUDA graphs of decoding, and without inductor. `--together` start
 minutes and takes memory. `--quick` is a tiny model on a CPU.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -27,8 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,16 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.common import Rows, Skipped, device_here, median
+from benchmarks.common import (
+    Rows,
+    Skipped,
+    arguments,
+    as_options,
+    device_here,
+    lines,
+    median,
+    medians,
+)
 from benchmarks.local_server import local_server
 from benchmarks.prefix_attention import SIZES
 from benchmarks.steps import MODELS
@@ -139,9 +148,8 @@ def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: i
     output = folder / f"staleness-{staleness}"
     fields = {"model_id": folder, "vllm_urls": url, "output_dir": output}
     fields |= {"max_staleness": staleness, "max_steps": steps, **FIELDS[size]}
-    command = [sys.executable, str(ROOT / "train.py"), str(folder / "one_gpu_recipe.py")]
-    for name, value in fields.items():
-        command += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    recipe = str(folder / "one_gpu_recipe.py")
+    command = [sys.executable, str(ROOT / "train.py"), recipe, *as_options(fields)]
     shutil.rmtree(output, ignore_errors=True)
     before = cpu_seconds(server)
     with (folder / "train.log").open("w") as log:
@@ -152,7 +160,7 @@ def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: i
         samples = []  # of the CPU's time, from the third step on
         metrics = output / "metrics.jsonl"
         while process.poll() is None:
-            num_steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+            num_steps = len(lines(metrics))
             if 2 <= num_steps < steps:  # not while it saves
                 samples.append((time.monotonic(), cpu_seconds(server)))
             elif num_steps >= steps:
@@ -162,16 +170,14 @@ def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: i
         text = (folder / "train.log").read_text()
         raise RuntimeError(" ".join(text.split())[-280:])
 
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    lines = [line for line in lines if "time/step_s" in line][2:]
-    names = [name for name in lines[0] if name.startswith(("time/", "idle/"))]
-    found = {name: median([line[name] for line in lines]) for name in names}
+    trained = [line for line in lines(metrics) if "time/step_s" in line][2:]
+    found = medians(trained, ("time/", "idle/"))
     sampling = "time/step_s" if staleness else "time/generate_s"
     num_completions = NUM_GENERATIONS * num_prompts_of(size)
-    num_sampled = lines[0]["completions/mean_length"] * num_completions
+    num_sampled = trained[0]["completions/mean_length"] * num_completions
     found["sampled_tokens_per_s"] = num_sampled / found[sampling]
     mismatch = "sampling/sampling_logp_difference/mean"
-    found["mismatch"] = median([line[mismatch] for line in lines])
+    found["mismatch"] = median([line[mismatch] for line in trained])
 
     (first_s, first), (last_s, last) = samples[0], samples[-1]
     spent = {pid: (last[pid] - first.get(pid, 0.0)) / (last_s - first_s) for pid in last}
@@ -276,49 +282,44 @@ def alone(folder: Path, size: str, url: str, server: int) -> dict[str, Any]:
     return found
 
 
-class Trl:
-    """TRL's trainer in a process of its own, which waits with its model loaded until it is asked."""
+@contextmanager
+def trl_beside(folder: Path, size: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    """TRL's trainer, which waits with its model loaded: what lets it train, and gives the medians of its steps."""
+    reason = "" if importlib.util.find_spec("trl") else "TRL is not installed"
+    if device_here().type == "cpu":
+        reason = "TRL cannot give new weights to vLLM's layers of a CPU"
+    if reason:
 
-    def __init__(self, folder: Path, size: str):
-        self.log = (folder / "trl.log").open("w+")
-        self.process: Any = None
-        self.why_not = "" if importlib.util.find_spec("trl") else "TRL is not installed"
-        if device_here().type == "cpu":
-            self.why_not = "TRL cannot give new weights to vLLM's layers of a CPU"
-        if self.why_not:
-            return
-        options = {"kv_cache_memory_bytes": cache_bytes(size), "compilation_config": GRAPHS}
-        numbers = (num_tokens_of(size), num_prompts_of(size), NUM_GENERATIONS)
-        command = [sys.executable, str(ROOT / "benchmarks" / "one_gpu_trl.py"), str(folder)]
-        self.process = subprocess.Popen(
+        def skip() -> dict[str, Any]:
+            raise Skipped(reason)
+
+        yield skip
+        return
+    options = {"kv_cache_memory_bytes": cache_bytes(size), "compilation_config": GRAPHS}
+    numbers = (num_tokens_of(size), num_prompts_of(size), NUM_GENERATIONS)
+    command = [sys.executable, str(ROOT / "benchmarks" / "one_gpu_trl.py"), str(folder)]
+    with (folder / "trl.log").open("w+") as log:
+        process: Any = subprocess.Popen(
             [*command, json.dumps(options), *map(str, numbers)], cwd=folder, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             preexec_fn=partial(die_with, os.getpid()),
         )  # fmt: skip
+        while process.stdout.readline() not in ("loaded\n", ""):  # or it has failed
+            pass
 
-    def wait(self) -> None:
-        """Wait until it has loaded all, or has failed."""
-        if self.process:
-            while self.process.stdout.readline() not in ("loaded\n", ""):
-                pass
+        def train() -> dict[str, Any]:
+            text, _ = process.communicate("train\n")
+            if process.returncode:
+                log.seek(0)
+                raise RuntimeError(log.read()[-280:])
+            found: dict[str, Any] = json.loads(text.splitlines()[-1])
+            return found
 
-    def train(self) -> dict[str, Any]:
-        """The medians of its steps."""
-        if self.why_not:
-            raise Skipped(self.why_not)
-        text, _ = self.process.communicate("train\n")
-        if self.process.returncode:
-            self.log.seek(0)
-            raise RuntimeError(self.log.read()[-280:])
-        found: dict[str, Any] = json.loads(text.splitlines()[-1])
-        return found
-
-    def end(self) -> None:
-        """End the process."""
-        if self.process:
-            self.process.kill()
-            self.process.wait()
-        self.log.close()
+        try:
+            yield train
+        finally:
+            process.kill()
+            process.wait()
 
 
 def measure(rows: Rows, folder: Path, size: str, server: Any) -> None:
@@ -343,12 +344,10 @@ def one_round(
         for size in sizes:
             prepare(folder / size, size)
             servers[size] = started.enter_context(served(folder / size, size, *options))
-        first = sizes[0]
-        trl = Trl(folder / first, first) if with_trl else None
         started_s = time.perf_counter()
-        if trl:
-            started.callback(trl.end)
-            trl.wait()
+        trl = None
+        if with_trl:
+            trl = started.enter_context(trl_beside(folder / sizes[0], sizes[0]))
         for server in servers.values():
             server.wait()
         waited_s = time.perf_counter() - started_s
@@ -356,17 +355,13 @@ def one_round(
 
         for size, server in servers.items():
             measure(rows, folder / size, size, server)
-            if trl and size == first:
-                rows.measure({"model": size, "trainer": "TRL"}, trl.train)
+            if trl and size == sizes[0]:
+                rows.measure({"model": size, "trainer": "TRL"}, trl)
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here, one by one")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, on a CPU, too")
+    parser = arguments(__doc__, "a tiny model, on a CPU, too")
     parser.add_argument("--models", default="0.6B,1.5B,4B")
     parser.add_argument("--together", action="store_true", help="start all servers at once")
     parser.add_argument("--keep", type=Path, help="a folder for models, logs and runs, which stays")

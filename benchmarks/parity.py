@@ -1,6 +1,6 @@
 """Our loss beside TRL's own, on the same numbers, and whole runs of both on the same completions.
 
-    pip install -r requirements-dev.txt
+    pip install -r requirements/dev.txt
     python benchmarks/parity.py [--json PATH] [--quick]
 
 Losses, float64: rewards, completions and log-probs are made up. TRL's side is `GRPOTrainer`'s own code from the rewards
@@ -17,7 +17,6 @@ norm of what the run changed. AdamW divides a gradient near zero by its own size
 Rows with a `why` are known to differ, and say how.
 """
 
-import argparse
 import importlib.util
 import json
 import logging
@@ -42,7 +41,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.common import report
+from benchmarks.common import arguments, lines, report
 from benchmarks.end_to_end import JOBS, build
 from config import TrainConfig, to_json
 from recipes.replay import replaying, write
@@ -497,9 +496,7 @@ def our_run(run: Run, groups: list[Group], model: Path, folder: Path) -> Result:
     first_run = replace(config, parts=["recipes.replay.save"])
     (saved / "config.json").write_text(json.dumps(to_json(first_run)))
     train(replaying(config, saved))
-    metrics = [
-        json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()
-    ]
+    metrics = lines(folder / "ours" / "metrics.jsonl")
     (weights,) = folder.glob("ours/checkpoint-*/model.safetensors")
     return Result(load_file(weights), [row["grad_norm"] for row in metrics])
 
@@ -536,18 +533,9 @@ def compare_runs(model: Path, is_quick: bool) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="fewer loss types and layouts, and one run of two steps",
-    )
-    args = parser.parse_args()
+    args = arguments(__doc__, "fewer loss types and layouts, and one run of two steps").parse_args()
     if not importlib.util.find_spec("trl"):
-        sys.exit("trl is not installed: pip install -r requirements-dev.txt")
+        sys.exit("trl is not installed: pip install -r requirements/dev.txt")
     warnings.simplefilter("ignore")
     logging.getLogger("trl").setLevel(logging.ERROR)
     disable_progress_bar()

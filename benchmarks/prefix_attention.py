@@ -8,8 +8,6 @@ A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GP
   packed    (b) one sequence per completion, without padding, the same kernels and head, nothing shared or merged
   grouper   (c) the prefix_grouper package with its sdpa adapter, logits as in its documentation
   ours      (d) `pack`, `attach`, `completion_logprobs`
-  flex      on a GPU: (d) with flex_attention by the mask of the forest, which is made once for one or two rows, and is
-            then in no time; compiled for rows of any length from the second length on
 On a GPU without (a); with `--compile` of compiled decoder layers, with `--flash4` by `recipes/flash4.py`.
 
 Every figure is the median over runs after a warm-up, within one token budget; memory is the peak above the model's. On
@@ -23,11 +21,9 @@ layers (by tokens forwarded), attention (by pairs of query and key) and head (by
 import argparse
 import json
 import random
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,30 +33,25 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import (
     CPU_CLOCK,
     Rows,
+    arguments,
     beside,
     device_here,
     durations,
+    flops,
     median,
+    medians,
     memory_mb,
+    ran,
     report,
     reset_peak,
-)
-from prefix_attention import (
-    NAME,
-    PackedBatch,
-    Tree,
-    _attention,
-    _paths,
-    attach,
-    completion_logprobs,
-    pack,
-)
+)  # fmt: skip
+from prefix_attention import NAME, PackedBatch, _attention, attach, completion_logprobs, pack
 from recipes.flash4 import use_flash_attention_4
 
 Groups = list[tuple[list[int], list[list[int]]]]
@@ -144,15 +135,9 @@ def padded_logprobs(model: Any, row: PackedBatch) -> Tensor:
 
 
 def grouper_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _: Any,
-    prefix_grouper: Any,
-    scaling: float,
-    **__: Any,
-) -> tuple[Tensor, None]:
+    _: Any, query: Tensor, key: Tensor, value: Tensor, __: Any, prefix_grouper: Any, scaling: float,
+    **___: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The package's attention through sdpa. Its masks are of padding [B, K]; causality goes from the end of the keys.
 
     Without padding a prompt needs no mask, and the masks are made once a forward: as good as sdpa allows.
@@ -175,49 +160,6 @@ def grouper_attention(
         return out.transpose(1, 2)
 
     return AttentionForward(sdpa)(prefix_grouper, query, key, value), None
-
-
-@lru_cache(maxsize=2)
-def forest_mask(tree: Tree, device: torch.device) -> Any:
-    """flex_attention's mask of a row, none of whose segments has more than one above it."""
-    paths = _paths(tree.segments)
-    paths.sort(key=lambda path: path[-1].start)
-    own = torch.arange(len(paths)).repeat_interleave(torch.tensor([len(p[-1]) for p in paths]))
-    above = [path[0] if len(path) > 1 else range(0) for path in paths]
-    first = torch.tensor([run.start for run in above])[own].to(device)
-    behind = torch.tensor([run.stop for run in above])[own].to(device)
-    own = own.to(device)
-
-    def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return ((own[query] == own[key]) & (query >= key)) | (
-            (key >= first[query]) & (key < behind[query])
-        )
-
-    return compiled(create_block_mask)(sees, None, None, len(own), len(own), device=device)
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Any:
-    """A function of flex_attention's, which are made for that; on a CPU as it is."""
-    return torch.compile(function) if torch.cuda.is_available() else function
-
-
-def forest_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _: Any,
-    tree: Tree,
-    scaling: float,
-    **__: Any,
-) -> tuple[Tensor, None]:
-    """(d)'s rows by flex_attention."""
-    mask = forest_mask(tree, query.device)
-    out = compiled(flex_attention)(
-        query, key, value, block_mask=mask, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2), None
 
 
 def padded_batches(groups: Groups, max_tokens: int) -> list[Groups]:
@@ -243,11 +185,9 @@ def grouper_logprobs(model: Any, groups: Groups) -> Tensor:
 
     def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         tensors = [torch.tensor(row) for row in rows]
-        ids = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
-        mask = torch.nn.utils.rnn.pad_sequence(
-            [torch.ones_like(t) for t in tensors], batch_first=True
-        ).to(device)
-        return ids, mask
+        masks = [torch.ones_like(tensor) for tensor in tensors]
+        ids, mask = pad_sequence(tensors, batch_first=True), pad_sequence(masks, batch_first=True)
+        return ids.to(device), mask.to(device)
 
     prompt_ids, prompt_mask = padded([prompt for prompt, _ in groups])
     completion_ids, completion_mask = padded(
@@ -302,7 +242,6 @@ LOGPROBS: dict[str, Callable[[Any, Any], Tensor]] = {
     "packed": completion_logprobs,
     "grouper": grouper_logprobs,
     "ours": completion_logprobs,
-    "flex": completion_logprobs,
 }
 
 
@@ -325,13 +264,14 @@ def measure(method: str, size: str, shape: str, seconds: float, max_tokens: int)
         logprobs.sum().backward()
         return logprobs.detach()
 
-    step(batches[0])
-    times: list[float] = []
-    while not times or sum(times) < seconds:
+    values: list[Tensor] = []
+
+    def all_batches() -> None:
         model.zero_grad(set_to_none=True)
-        started = time.perf_counter()
-        values = [step(batch) for batch in batches]
-        times.append(time.perf_counter() - started)
+        values[:] = [step(batch) for batch in batches]
+
+    step(batches[0])
+    times = durations(all_batches, device, seconds, 1)
     return {
         "seconds": median(times),
         "memory_mb": memory_mb(device, "VmHWM") - before,
@@ -339,26 +279,19 @@ def measure(method: str, size: str, shape: str, seconds: float, max_tokens: int)
     }
 
 
-def flops(groups: Groups, size: str, share: bool) -> float:
-    """Of forward and backward, each completion's last token left out: 3 x linear and head, 3.5 x attention."""
-    s = SIZES[size]
-    heads = s["num_attention_heads"] * s["head_dim"]
-    projections = (
-        2 * s["hidden_size"] * heads
-        + 2 * s["hidden_size"] * s["num_key_value_heads"] * s["head_dim"]
-    )
-    weights = projections + 3 * s["hidden_size"] * s["intermediate_size"]
+def flops_of(groups: Groups, size: str, share: bool) -> float:
+    """Of forward and backward, each completion's last token left out."""
     tokens = pairs = predicted = 0
     for prompt, completions in groups:
-        p, copies = len(prompt), 1 if share else len(completions)
-        tokens += copies * p + sum(len(ids) - 1 for ids in completions)
-        pairs += copies * p * (p + 1) // 2
-        pairs += sum((n := len(ids) - 1) * p + n * (n + 1) // 2 for ids in completions)
-        predicted += sum(map(len, completions))
-    per_layer = 3 * 2 * weights * tokens + 3.5 * 4 * heads * pairs
-    return (
-        s["num_hidden_layers"] * per_layer + 3 * 2 * s["vocab_size"] * s["hidden_size"] * predicted
-    )
+        length, copies = len(prompt), 1 if share else len(completions)
+        tokens += copies * length
+        pairs += copies * length * (length + 1) // 2
+        for ids in completions:
+            own = len(ids) - 1
+            tokens += own
+            pairs += own * length + own * (own + 1) // 2
+            predicted += len(ids)
+    return flops(SIZES[size], tokens, pairs, predicted)
 
 
 def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
@@ -366,27 +299,12 @@ def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {}
     processes, seconds = REPEATS[size]
     for method in (*METHODS, *("packed", "ours") * (processes - 1)):
-        command = [
-            sys.executable,
-            __file__,
-            "--measure",
-            method,
-            size,
-            shape,
-            str(seconds),
-            str(max_tokens),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            if "out of memory" not in done.stderr.lower() and done.returncode != -9:
-                sys.exit(f"{method} on {shape}: {done.stderr[-2000:]}")
-            continue
-        found.setdefault(method, []).append(json.loads(done.stdout.splitlines()[-1]))
-    results = {
-        method: of[-1]
-        | {name: median([result[name] for result in of]) for name in ("seconds", "memory_mb")}
-        for method, of in found.items()
-    }
+        words = [__file__, "--measure", method, size, shape, seconds, max_tokens]
+        found.setdefault(method, []).append(ran(words))
+    results = {}
+    for method, runs in found.items():
+        figures = [{name: run[name] for name in ("seconds", "memory_mb")} for run in runs]
+        results[method] = runs[-1] | medians(figures)
     return compared(size, shape, METHODS, results)
 
 
@@ -399,15 +317,14 @@ def compared(
         f"{method}_s": results[method]["seconds"] for method in methods if method in results
     }
     row |= {f"{method}_mb": results[method]["memory_mb"] for method in methods if method in results}
-    row["bound"] = flops(groups, size, share=False) / flops(groups, size, share=True)
+    row["bound"] = flops_of(groups, size, share=False) / flops_of(groups, size, share=True)
     if {"packed", "ours"} <= results.keys():
         row["speedup"] = results["packed"]["seconds"] / results["ours"]["seconds"]
         row["of_bound"] = row["speedup"] / row["bound"]
-    for method in ("grouper", "flex"):
-        if {method, "ours"} <= results.keys():
-            row[f"over_{method}"] = results[method]["seconds"] / results["ours"]["seconds"]
+    if {"grouper", "ours"} <= results.keys():
+        row["over_grouper"] = results["grouper"]["seconds"] / results["ours"]["seconds"]
     plain = results.get("padded") or results.get("packed")
-    for method in ("ours", "grouper", "flex"):
+    for method in ("ours", "grouper"):
         if plain and method in results:
             pairs = zip(plain["logprobs"], results[method]["logprobs"], strict=True)
             row[f"{method}_difference"] = max(abs(a - b) for a, b in pairs)
@@ -429,8 +346,6 @@ def compare_in_one_process(
         "ours": _attention,
         "grouper": grouper_attention,
     }
-    if device.type == "cuda":  # on a CPU flex_attention has no backward
-        attentions["flex"] = forest_attention
     if is_compiled:
         for layer in model.model.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -490,39 +405,15 @@ def shapes_for_gpu(size: str) -> list[str]:
     return ["128,128,8,10", "128,128,8,40", *(",".join(map(str, shape)) for shape in long)]
 
 
-def compare_checkouts(
-    checkout: Path, cases: list[tuple[str, str, int]], turns: int, path: Path | None
-) -> None:
-    """Ours of another checkout and of this one, by turns."""
-    commands = {}
-    for size, shape, max_tokens in cases:
-        measured = ["--measure", "ours", size, shape, str(REPEATS[size][1]), str(max_tokens)]
-        commands[shape] = ["-c", CPU_CLOCK, "benchmarks/prefix_attention.py", *measured]
-    beside(checkout, ROOT, commands, turns, path)
-
-
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model and one small shape, in under a minute"
-    )
-    parser.add_argument(
-        "--models", default="1.5B,8B", help="on a GPU: which of them (each under nine minutes)"
-    )
-    parser.add_argument(
-        "--shapes", nargs="+", help="on a GPU: P,S,G or P,S,G,groups in place of the usual ones"
-    )
+    parser = arguments(__doc__, "a tiny model and one small shape, in under a minute", "ours")
+    sizes = "on a GPU: which of them (each under nine minutes)"
+    parser.add_argument("--models", default="1.5B,8B", help=sizes)
+    shapes = "on a GPU: P,S,G or P,S,G,groups in place of the usual ones"
+    parser.add_argument("--shapes", nargs="+", help=shapes)
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
-    parser.add_argument(
-        "--flash4", action="store_true", help="on a Hopper GPU: by FlashAttention 4"
-    )
-    parser.add_argument(
-        "--against", type=Path, help="the checkout of another commit: ours of both, by turns"
-    )
+    parser.add_argument("--flash4", action="store_true", help="on a Hopper GPU: FlashAttention 4")
     parser.add_argument("--one-process", action="store_true", help="on a CPU, too: as on a GPU")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -531,10 +422,15 @@ def main() -> None:
         print(json.dumps(measure(method, size, shape, float(seconds), int(max_tokens))))
         return
     cases = [("quick", "128,32,4", 4096)] if args.quick else CPU_CASES
-    device = device_here()
     if args.against:
-        compare_checkouts(args.against, cases, 1 if args.quick else 3, args.json)
+        commands = {}
+        for size, shape, max_tokens in cases:
+            words = ["ours", size, shape, str(REPEATS[size][1]), str(max_tokens)]
+            script = ["-c", CPU_CLOCK, "benchmarks/prefix_attention.py"]
+            commands[shape] = [*script, "--measure", *words]
+        beside(args.against, commands, 1 if args.quick else 3, args.json)
         return
+    device = device_here()
     if device.type == "cuda" or args.one_process:
         rows, more = Rows(args.json), {"layers": "compiled"} if args.compile else {}
         if args.flash4:

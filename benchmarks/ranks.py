@@ -14,7 +14,6 @@ nvidia-nccl-cu13==2.30.7`, unpacked); without any they run over gloo. Parts:
             with `collective_timeout`; `says` is what names the cause
 """
 
-import argparse
 import multiprocessing
 import os
 import re
@@ -34,21 +33,24 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import Rows, Skipped, device_here
+from benchmarks.common import Rows, Skipped, arguments, device_here, lines
+from benchmarks.local_server import stand_in
 from benchmarks.train_modes import (
+    FSDP_BF16,
+    FSDP_FP32,
     LORA,
     RECIPE,
+    References,
+    answer,
     build_random,
     command_of,
-    compared,
-    serve,
     shares_one_gpu,
     sharing_one_gpu,
-    train,
-)  # fmt: skip
+)
 from utils import die_with, process_group
 from weights.group import Meeting, WeightGroup, packed
 
@@ -320,8 +322,6 @@ def transfers(is_quick: bool) -> list[tuple[dict[str, Any], Callable[[], dict[st
 
 # -- Modes of train.py -----------------------------------------------------------------------------
 
-FSDP_FP32 = {"use_fsdp": True, "fsdp_bf16": False, "bf16": False}
-FSDP_BF16 = {"use_fsdp": True, "fsdp_bf16": True, "bf16": False}
 TWICE = {"bf16": False, "num_minibatches": 2, "beta": 0.05}
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "DDP fp32": (2, {"bf16": False}),
@@ -338,124 +338,68 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 QUICK = ("DDP fp32", "LoRA FSDP2 fp32")
 
 
-@contextmanager
-def recipe_of(folder: Path, model: str, num_steps: int) -> Iterator[Path]:
-    """A recipe with a stand-in for the server of its own."""
-    here, there = SPAWN.Pipe()
-    process = SPAWN.Process(target=serve, args=(model, there, os.getpid()), daemon=True)
-    process.start()
-    try:
-        with tempfile.NamedTemporaryFile("w", suffix=".py", prefix="r", dir=folder) as recipe:
-            recipe.write(RECIPE.format(model=model, url=here.recv(), steps=num_steps))
-            recipe.flush()
-            yield Path(recipe.name)
-    finally:
-        process.terminate()
-        process.join()
-
-
-class References:
-    """The metrics of one CPU rank in fp32, of each kind once, however many ask."""
-
-    def __init__(self, folder: Path, model: str, num_steps: int, pool: ThreadPoolExecutor):
-        kinds: dict[str, dict[str, Any]] = {"plain": {}, "LoRA": LORA, "twice": TWICE}
-        self._runs = {
-            kind: pool.submit(self._run, folder, model, num_steps, {**fields, "bf16": False})
-            for kind, fields in kinds.items()
-        }
-
-    def _run(self, folder: Path, model: str, num_steps: int, fields: dict[str, Any]) -> Any:
-        with recipe_of(folder, model, num_steps) as recipe:
-            return train(recipe, fields, 1, on_cpu=True)
-
-    def of(self, fields: dict[str, Any]) -> list[dict[str, Any]]:
-        """That of a mode."""
-        kind = "LoRA" if "use_peft" in fields else "twice" if "beta" in fields else "plain"
-        return self._runs[kind].result()
-
-
-def mode(
-    folder: Path, model: str, num_steps: int, references: References, name: str
-) -> dict[str, Any]:
-    """A run's differences from its reference."""
-    num_ranks, fields = MODES[name]
-    with recipe_of(folder, model, num_steps) as recipe:
-        rows = train(recipe, fields, num_ranks, on_cpu=False)
-    return compared(rows, references.of(fields))
-
-
 # -- A rank that is lost ---------------------------------------------------------------------------
 
 
-def children_by_rank(parent: int) -> dict[str, int]:
-    """Process ids of torchrun's ranks."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):
-            if f"PPid:\t{parent}\n" in (path / "status").read_text():
-                environment = (path / "environ").read_text().split("\0")
-                variables = dict(entry.split("=", 1) for entry in environment if "=" in entry)
-                found[variables["RANK"]] = int(path.name)
-    return found
+def ranks_of(torchrun: psutil.Process) -> dict[str, psutil.Process]:
+    """The processes of torchrun's ranks, by rank."""
+    return {process.environ()["RANK"]: process for process in torchrun.children()}
 
 
 def lost_rank(folder: Path, model: str, rank: str, number: int, timeout_s: int) -> dict[str, Any]:
     """A rank of FSDP2 on 2 ranks gets the signal after its third step."""
-    other = "0" if rank == "1" else "1"
     with (
-        recipe_of(folder, model, 100_000) as recipe,
-        tempfile.TemporaryDirectory(dir=folder) as output,
+        stand_in(model, answer) as (url, _),
+        tempfile.TemporaryDirectory(dir=folder) as own,
         tempfile.TemporaryFile("w+") as log,
     ):
+        recipe, output = Path(own) / "recipe_of_ranks.py", Path(own) / "output"
+        recipe.write_text(RECIPE.format(model=model, url=url, steps=100_000))
         fields = {
             **FSDP_FP32, "collective_timeout": timeout_s, "output_dir": output, "log_steps": 1,
         }  # fmt: skip
         command, env = command_of(recipe, fields, num_ranks=2)
-        process = subprocess.Popen(
+        process = psutil.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=env, text=True,
             preexec_fn=partial(die_with, os.getpid()),
         )  # fmt: skip
         try:
-            metrics = Path(output) / "metrics.jsonl"
             deadline_s = time.monotonic() + 120
-            while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+            while len(lines(output / "metrics.jsonl")) < 3:
                 if process.poll() is not None or time.monotonic() > deadline_s:
                     log.seek(0)
                     raise RuntimeError(f"no third step: {log.read()[-250:]}")
                 time.sleep(0.2)
-            ranks = children_by_rank(process.pid)
-            os.kill(ranks[rank], number)
+            ranks = ranks_of(process)
+            ranks[rank].send_signal(number)
             moment_s = time.monotonic()
-            found: dict[str, Any] = {}
+            other = ranks["0" if rank == "1" else "1"]
+            found: dict[str, Any] = {"collective_timeout_s": timeout_s}
             while process.poll() is None and time.monotonic() < moment_s + timeout_s + 150:
-                if "other_ended_after_s" not in found and not is_running(ranks[other]):
+                if "other_ended_after_s" not in found and not is_running(other):
                     found["other_ended_after_s"] = time.monotonic() - moment_s
                 time.sleep(0.1)
             found["ended_after_s"] = time.monotonic() - moment_s
             if process.poll() is None:
                 raise RuntimeError(f"it has not ended after {found['ended_after_s']:.0f} s")
         finally:
-            for pid in children_by_rank(process.pid).values():
-                os.kill(pid, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                for child in process.children():
+                    child.kill()
             process.kill()
             process.wait()
         log.seek(0)
         text = log.read()
         causes = re.findall(r".*(?:Watchdog caught|imed out|exitcode|another rank ended).*", text)
-        return {
-            "collective_timeout_s": timeout_s,
-            **found,
-            "status": process.returncode,
-            "says": [" ".join(cause.split())[:240] for cause in causes[:6]],
-        }
+        says = [" ".join(cause.split())[:240] for cause in causes[:6]]
+        return {**found, "status": process.returncode, "says": says}
 
 
-def is_running(pid: int) -> bool:
+def is_running(process: psutil.Process) -> bool:
     """False for a process that has ended, even if nobody has taken note."""
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 # -- All of it -------------------------------------------------------------------------------------
@@ -463,11 +407,7 @@ def is_running(pid: int) -> bool:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here, one by one")
-    parser.add_argument("--quick", action="store_true", help="few cases, small, for a CPU")
+    parser = arguments(__doc__, "few cases, small, for a CPU")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     args = parser.parse_args()
     parts = args.parts.split(",")
@@ -480,11 +420,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = Rows(args.json)
     cores = len(os.sched_getaffinity(0))
-    with (
-        tempfile.TemporaryDirectory() as name,
-        ThreadPoolExecutor(max(1, cores // 2)) as pool,
-        ThreadPoolExecutor(3) as references_pool,
-    ):
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max(1, cores // 2)) as pool:
         folder = Path(name)
         model = build_random(folder / "model")
         jobs: list[tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = []
@@ -500,11 +436,10 @@ def main() -> None:
                     names = {"part": "lost", "case": f"rank {rank} of FSDP2 {verb}"}
                     jobs.append((names, partial(lost_rank, folder, model, rank, number, 20)))
         if "modes" in parts:
-            num_steps = 2 if args.quick else 4
-            references = References(folder, model, num_steps, references_pool)
-            for name in QUICK if args.quick else MODES:
-                names = {"part": "mode", "mode": name, "ranks": MODES[name][0]}
-                jobs.append((names, partial(mode, folder, model, num_steps, references, name)))
+            references = References(folder, model, 2 if args.quick else 4)
+            for mode in QUICK if args.quick else MODES:
+                names = {"part": "mode", "mode": mode, "ranks": MODES[mode][0]}
+                jobs.append((names, partial(references.compared, *MODES[mode])))
         runs = [(names, pool.submit(job)) for names, job in jobs]
         for names, run in runs:
             rows.measure(names, run.result)

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # at the end: with --train another checkout comes first
 
-from benchmarks.common import report
+from benchmarks.common import arguments, report
 
 DDP = "DDP, 2 ranks"
 IMAGES = "images, replayed"
@@ -247,14 +247,8 @@ def compare(ours: Path, theirs: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--against", type=Path, help="the root of the other checkout")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument(
-        "--train", nargs=2, type=Path, help=argparse.SUPPRESS
-    )  # a checkout, and a folder for its runs
+    parser = arguments(__doc__, "as without it", "all cases")
+    parser.add_argument("--train", nargs=2, type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.train:
         checkout, folder = (path.resolve() for path in given.train)

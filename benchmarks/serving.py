@@ -16,10 +16,8 @@ With `--against` a checkout of another commit is measured in turn with this one,
 a row has the medians.
 """
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -37,7 +35,6 @@ WARM_UP_S, MEASURED_S = 4.0, 12.0
 
 def build(folder: Path) -> None:
     """A random model of the tiny recipe's shape, with its tokenizer."""
-    sys.path[:0] = [str(HERE), str(HERE / "scripts")]
     import torch
     from build_tiny import build_model, build_tokenizer
 
@@ -182,56 +179,32 @@ def of_checkout(model: str, length: int, sequences: list[int], seconds: float) -
 
 def main() -> None:
     """Measure the checkouts in turn, and print and write the medians."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--against", type=Path, help="the checkout of another commit")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="16 sequences, once, in a minute")
-    parser.add_argument("--length", type=int, default=96, help="tokens of a completion")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--sequences", type=int, nargs="+", default=list(SEQUENCES))
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.quick:
-        args.repeats, args.sequences = 1, [SEQUENCES[0]]
-    if args.child:
-        seconds = 3.0 if args.quick else MEASURED_S
-        found = of_checkout(args.child, args.length, args.sequences, seconds)
+    if sys.argv[1:2] == ["--child"]:
+        model, length, passed, *sequences = sys.argv[2:]
+        found = of_checkout(model, int(length), [int(num) for num in sequences], float(passed))
         print(json.dumps(found), flush=True)
         os._exit(0)
 
-    checkouts = {"now": HERE}
-    if args.against:
-        checkouts = {"before": args.against.resolve(), "now": HERE}
-    runs: dict[tuple[str, int], list[dict[str, float]]] = {}
+    sys.path[:0] = [str(HERE), str(HERE / "scripts")]
+    from benchmarks.common import arguments, by_turns, medians, report
+
+    parser = arguments(__doc__, "16 sequences, once, in a minute", "the servers")
+    parser.add_argument("--length", type=int, default=96, help="tokens of a completion")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sequences", type=int, nargs="+", default=list(SEQUENCES))
+    args = parser.parse_args()
+    seconds = MEASURED_S
+    if args.quick:
+        args.repeats, args.sequences, seconds = 1, [SEQUENCES[0]], 3.0
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder))
-        for _ in range(args.repeats):
-            for when, checkout in checkouts.items():
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--child",
-                    folder,
-                    "--length",
-                    str(args.length),
-                ]
-                command += ["--sequences", *map(str, args.sequences), *["--quick"] * args.quick]
-                env = {**os.environ, "PYTHONPATH": f"{checkout}:{checkout / 'scripts'}"}
-                done = subprocess.run(
-                    command, stdout=subprocess.PIPE, text=True, check=True, env=env, cwd=checkout
-                )
-                for row in json.loads(done.stdout.splitlines()[-1]):
-                    runs.setdefault((when, row.pop("sequences")), []).append(row)
-
-    sys.path.append(str(HERE))
-    from benchmarks.common import median, report
+        words = [__file__, "--child", folder, args.length, seconds, *args.sequences]
+        found = by_turns(words, args.against, args.repeats)
 
     rows = []
-    for (when, num_sequences), found in runs.items():
-        medians = {name: median([run[name] for run in found]) for name in found[0]}
-        rows.append({"when": when, "sequences": num_sequences, **medians})
+    for when, runs in found.items():
+        for number in range(len(args.sequences)):
+            rows.append({"when": when, **medians([run[number] for run in runs])})
     report(rows, args.json)
 
 

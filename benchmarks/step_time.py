@@ -8,12 +8,9 @@ sync costs beside the bytes themselves (pause, pack, load, resume). `sync_memory
 peak rises in a sync; `largest_tensor_mb` and `bucket_mb` stand beside it.
 """
 
-import argparse
-import multiprocessing
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
-import torch.distributed as dist
 from build_tiny import build, build_tokenizer, problems
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.common import beside, median, report
+from benchmarks.common import arguments, beside, median, memory_mb, report, reset_peak
 from benchmarks.local_server import local_server
+from benchmarks.sync import PlainBroadcast
 from config import TrainConfig
 from recipes.rewards import exact_match
 from rollouts.rollouts import Rollouts
@@ -61,28 +58,6 @@ def build_random(path: Path, hidden: int, layers: int) -> None:
 def train_problems() -> list[dict[str, str]]:
     """The tiny recipe's problems."""
     return problems(1000, held_out=False, seed=0)
-
-
-def plain_receiver(ports: Any, num_bytes: int, repeats: int) -> None:
-    """The other end of the plain broadcast, in a process of its own."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", ports.get(), is_master=False)
-    group: Any = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=120))
-    data = torch.empty(num_bytes, dtype=torch.uint8)
-    for _ in range(repeats):
-        group.broadcast([data], dist.BroadcastOptions()).wait()
-
-
-def resident_mb(field: str) -> float:
-    """`VmRSS` (now) or `VmHWM` (peak since the last reset) of this process, MB.
-
-    Raises:
-        RuntimeError: the kernel does not tell.
-    """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 1e3
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def measure(name: str, model: Path, steps: int, **fields: Any) -> dict[str, Any]:
@@ -147,27 +122,18 @@ def sync_against_broadcast(
     rollouts: Rollouts, policy: Any, num_bytes: int, repeats: int, version: int
 ) -> dict[str, float]:
     """Medians of `repeats` syncs and as many plain gloo broadcasts of their bytes, in turn, and the sync's memory."""
-    spawn = multiprocessing.get_context("spawn")
-    ports = spawn.Queue()
-    receiver = spawn.Process(target=plain_receiver, args=(ports, num_bytes, repeats))
-    receiver.start()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ports.put(store.port)
-    group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=120))
+    plain = PlainBroadcast(num_bytes, repeats)
+    cpu = torch.device("cpu")
     syncs, plains, memory = [], [], []
-    data = torch.zeros(num_bytes, dtype=torch.uint8)
     for repeat in range(repeats):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-        before = resident_mb("VmRSS")
+        reset_peak(cpu)
+        before = memory_mb(cpu, "VmRSS")
         started = time.perf_counter()
         rollouts.publish(policy, version + repeat + 1)
         syncs.append(time.perf_counter() - started)
-        memory.append(resident_mb("VmHWM") - before)
-        started = time.perf_counter()
-        group.broadcast([data], dist.BroadcastOptions()).wait()
-        plains.append(time.perf_counter() - started)
-    receiver.join()
-    ratio = median([sync / plain for sync, plain in zip(syncs, plains, strict=True)])
+        memory.append(memory_mb(cpu, "VmHWM") - before)
+        plains.append(plain.send())
+    ratio = median([sync / plain_s for sync, plain_s in zip(syncs, plains, strict=True)])
     return {
         "extra_sync_s": median(syncs),
         "plain_broadcast_s": median(plains),
@@ -178,21 +144,11 @@ def sync_against_broadcast(
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument(
-        "--quick", action="store_true", help="a 20 MB model only, in under a minute"
-    )
-    parser.add_argument(
-        "--against", type=Path, help="the checkout of another commit: both, by turns"
-    )
-    args = parser.parse_args()
+    args = arguments(__doc__, "a 20 MB model only, in under a minute", "steps").parse_args()
     if args.against:
         quick = ["--quick"] if args.quick else []
         commands = {"step": ["benchmarks/step_time.py", *quick]}
-        beside(args.against, ROOT, commands, 1 if args.quick else 3, args.json)
+        beside(args.against, commands, 1 if args.quick else 3, args.json)
         return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -202,15 +158,8 @@ def main() -> None:
             rows = [measure("random 20 MB", models / "small", steps=2, batch_size=4)]
         else:
             build(models / "tiny", seed=0)
-            rows = [
-                measure(
-                    "tiny recipe",
-                    models / "tiny" / "model",
-                    steps=9,
-                    batch_size=64,
-                    learning_rate=3e-4,
-                )
-            ]
+            model = models / "tiny" / "model"
+            rows = [measure("tiny recipe", model, steps=9, batch_size=64, learning_rate=3e-4)]
             build_random(models / "large", hidden=1024, layers=6)
             rows.append(measure("random 350 MB", models / "large", steps=4, batch_size=8))
     report(rows, args.json)

@@ -17,7 +17,6 @@ bf16. `mfu_their_way` counts attention as prime-rl does: without causality, with
 0.6B counts the time between steps, 2.75 s for 1.99 s of step.
 """
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,16 @@ sys.path.insert(0, str(ROOT))
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.common import Rows, durations, median, memory_mb, peak_flops, reset_peak
+from benchmarks.common import (
+    Rows,
+    arguments,
+    durations,
+    layer_weights,
+    median,
+    memory_mb,
+    peak_flops,
+    reset_peak,
+)
 from config import TrainConfig
 from prefix_attention import PackedBatch, attach, pack
 from recipes.rewards import exact_match
@@ -141,9 +149,8 @@ def flops(model: str, num_tokens: int, adapters: int | None) -> Flops:
     """Of `NUM_ROWS` sequences of `num_tokens` each; `adapters` is the number of LoRA's weights, None without LoRA."""
     s = MODELS[model]
     heads = s["num_attention_heads"] * s["head_dim"]
-    per_layer = 2 * s["hidden_size"] * (heads + s["num_key_value_heads"] * s["head_dim"])
-    per_layer += 3 * s["hidden_size"] * s["intermediate_size"]
-    matrices = s["num_hidden_layers"] * per_layer + s["vocab_size"] * s["hidden_size"]
+    head = s["vocab_size"] * s["hidden_size"]
+    matrices = s["num_hidden_layers"] * layer_weights(s) + head
     per_token = 6 * matrices if adapters is None else 4 * matrices + 6 * adapters
     pairs = num_tokens * (num_tokens + 1) // 2
     layers = 12 * s["num_hidden_layers"]
@@ -195,14 +202,7 @@ def measure(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here, one by one")
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model, in under a minute on a CPU"
-    )
-    args = parser.parse_args()
+    args = arguments(__doc__, "a tiny model, in under a minute on a CPU").parse_args()
     rows = Rows(args.json)
     with process_group(600) as device:
         for case in QUICK if args.quick else CASES:

@@ -3,25 +3,25 @@
     python benchmarks/train_modes.py [--json PATH] [--quick]
 
 Every run has the same random model, data, seeds and answers, so that only the arithmetic differs from the reference,
-which runs in fp32 on the CPU (with LoRA for the modes with LoRA, with 8-bit moments for that with them). `*_difference` are the largest of all steps: of the
-loss and the entropy (nats), and of the gradient's norm relative to the reference's. `mismatch` is the mean difference
-of the trainer's log-probs from the stand-in's, which computes in fp32 what it received (nats).
+which runs in fp32 on the CPU (with LoRA for the modes with LoRA, with 8-bit moments for that with them).
+`*_difference` are the largest of all steps: of the loss and the entropy (nats), and of the gradient's norm relative to
+the reference's. `mismatch` is the mean difference of the trainer's log-probs from the stand-in's, which computes in
+fp32 what it received (nats). Modes of several ranks are in ranks.py.
 
 The last row is a step of `steps.py`'s model on shared prompts under torch.profiler: the shares of the kernels of
 attention, of what merges their outputs, of the head, and of the rest, in percent of the time that the device (on a CPU
 the thread) was busy.
 """
 
-import argparse
 import importlib.util
-import json
-import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,8 @@ from launch import free_port
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import Rows, Skipped, device_here
+from benchmarks.common import Rows, Skipped, arguments, as_options, device_here, lines
+from benchmarks.local_server import stand_in
 from benchmarks.steps import MODELS, make_config, make_policy, micro_batch
 from prefix_attention import pack
 from train import train_batch
@@ -59,19 +60,19 @@ config = TrainConfig(
 )
 """
 LORA = {"use_peft": True, "lora_rank": 8}
+FSDP_FP32 = {"use_fsdp": True, "fsdp_bf16": False, "bf16": False}
 FSDP_BF16 = {"use_fsdp": True, "fsdp_bf16": True, "bf16": False}
 # ranks and fields, of which bf16 is always given, as its default depends on the device
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "fp32": (1, {"bf16": False}),
     "bf16": (1, {"bf16": True}),
-    "DDP bf16": (2, {"bf16": True}),
-    "FSDP2 fp32": (1, {"use_fsdp": True, "fsdp_bf16": False, "bf16": False}),
+    "FSDP2 fp32": (1, FSDP_FP32),
     "FSDP2 fsdp_bf16": (1, FSDP_BF16),
     "LoRA bf16": (1, {**LORA, "bf16": True}),
     "LoRA fsdp_bf16": (1, {**LORA, **FSDP_BF16}),
     "bf16, 8-bit moments": (1, {"bf16": True, "adam_8bit": True}),
 }
-KEPT_BY_REFERENCES = ("use_peft", "lora_rank", "adam_8bit")  # fields of a mode
+KEPT_BY_REFERENCES = ("use_peft", "lora_rank", "adam_8bit", "num_minibatches", "beta")  # fields
 QUICK = ("bf16", "FSDP2 fp32")
 
 
@@ -79,17 +80,6 @@ def answer(prompt_ids: list[int], number: int) -> tuple[list[int], float]:
     """4 to 16 tokens that depend on nothing but prompt and number, at once."""
     rng = random.Random(1000 * sum(prompt_ids) + number)
     return [rng.randrange(5, 90) for _ in range(rng.randrange(4, 17))], 0.0
-
-
-def serve(model: str, url: Any, parent: int) -> None:
-    """The stand-in, in a process of its own, on the CPU, until the parent ends."""
-    die_with(parent)
-    from fake_server import fake_server
-
-    torch.set_num_threads(1)
-    with fake_server(model, answer) as server:
-        url.send(server.url)
-        url.recv()  # never comes: the parent ends this process
 
 
 def build_random(folder: Path) -> str:
@@ -127,44 +117,61 @@ def sharing_one_gpu() -> dict[str, str]:
 
 
 def command_of(
-    recipe: Path, fields: dict[str, Any], num_ranks: int, on_cpu: bool = False
+    recipe: Path, fields: dict[str, Any], num_ranks: int
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and the environment of a run of train.py."""
+    """The command line and the environment of a run of train.py; on the CPU without ranks."""
     command = [sys.executable]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     if num_ranks > 1:
         command += ["-m", "torch.distributed.run"]
         command += [f"--nproc_per_node={num_ranks}", f"--master_port={free_port()}"]
-    if on_cpu:
+    if num_ranks == 0:
         env["CUDA_VISIBLE_DEVICES"] = ""
     elif shares_one_gpu(num_ranks):
         command.append(str(ROOT / "benchmarks" / "on_one_gpu.py"))
         env |= sharing_one_gpu()
-    command += [str(ROOT / "train.py"), str(recipe)]
-    for name, value in fields.items():
-        command += [f"--{name}", str(value).lower()]
-    return command, env
+    return [*command, str(ROOT / "train.py"), str(recipe), *as_options(fields)], env
 
 
-def train(
-    recipe: Path, fields: dict[str, Any], num_ranks: int, on_cpu: bool
-) -> list[dict[str, Any]]:
-    """The metrics of each step of a run of train.py; it ends with this process.
+def train(folder: Path, model: str, steps: int, num_ranks: int, **fields: Any) -> list[Any]:
+    """The metrics of each step of a run of train.py against a stand-in of its own; on the CPU without ranks.
 
     Raises:
         RuntimeError: the run failed; the message is the end of what it printed.
     """
-    with tempfile.TemporaryDirectory() as output:
-        command, env = command_of(recipe, fields, num_ranks, on_cpu)
-        command += ["--output_dir", output]
+    with stand_in(model, answer) as (url, _), tempfile.TemporaryDirectory(dir=folder) as own:
+        recipe = Path(own) / "recipe_of_train_modes.py"
+        recipe.write_text(RECIPE.format(model=model, url=url, steps=steps))
+        output = Path(own) / "output"
+        command, env = command_of(recipe, {**fields, "output_dir": output}, num_ranks)
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=180, env=env, check=False,
             preexec_fn=partial(die_with, os.getpid()),
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(" ".join((done.stdout + done.stderr).split())[-250:])
-        lines = (Path(output) / "metrics.jsonl").read_text().splitlines()
-        return [row for line in lines if "loss" in (row := json.loads(line))]
+        return [row for row in lines(output / "metrics.jsonl") if "loss" in row]
+
+
+class References:
+    """Runs in fp32 on the CPU, each kind of them once, however many ask."""
+
+    def __init__(self, folder: Path, model: str, steps: int):
+        self.folder, self.model, self.steps = folder, model, steps
+        self.pool, self.lock = ThreadPoolExecutor(3), threading.Lock()
+        self.runs: dict[Any, Future[list[Any]]] = {}
+
+    def compared(self, num_ranks: int, fields: dict[str, Any]) -> dict[str, Any]:
+        """A mode's differences from its reference."""
+        if "adam_8bit" in fields and not importlib.util.find_spec("torchao"):
+            raise Skipped("torchao is not installed")
+        run = partial(train, self.folder, self.model, self.steps)
+        kept = {name: fields[name] for name in KEPT_BY_REFERENCES if name in fields}
+        kind = tuple(kept.items())
+        with self.lock:
+            if kind not in self.runs:
+                self.runs[kind] = self.pool.submit(run, 0, **{**kept, "bf16": False})
+        return compared(run(num_ranks, **fields), self.runs[kind].result())
 
 
 def compared(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict[str, Any]:
@@ -181,37 +188,6 @@ def compared(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dic
         "train_s": min(row["time/train_s"] for row in rows),
         "sync_s": min(row["time/sync_s"] for row in rows),
     }
-
-
-def modes(rows: Rows, folder: Path, is_quick: bool) -> None:
-    """A row for each mode, after those of the references that it needs."""
-    model = build_random(folder / "model")
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=serve, args=(model, there, os.getpid()), daemon=True)
-    process.start()
-    recipe = folder / "recipe_of_train_modes.py"
-    try:
-        recipe.write_text(RECIPE.format(model=model, url=here.recv(), steps=2 if is_quick else 4))
-        references: dict[Any, list[dict[str, Any]]] = {}
-
-        def run(name: str) -> dict[str, Any]:
-            num_ranks, fields = MODES[name]
-            if "adam_8bit" in fields and not importlib.util.find_spec("torchao"):
-                raise Skipped("torchao is not installed")
-            kept = {field: fields[field] for field in KEPT_BY_REFERENCES if field in fields}
-            reference = tuple(kept.items())
-            if reference not in references:
-                references[reference] = train(recipe, {**kept, "bf16": False}, 1, on_cpu=True)
-            return compared(train(recipe, fields, num_ranks, on_cpu=False), references[reference])
-
-        for name in QUICK if is_quick else MODES:
-            rows.measure(
-                {"part": "mode", "mode": name, "device": device_here().type}, partial(run, name)
-            )
-    finally:
-        process.terminate()
-        process.join()
 
 
 def kind_of(event: Any) -> str:
@@ -240,15 +216,8 @@ def shares(is_quick: bool) -> dict[str, Any]:
         (row,) = pack([(tokens(prompt), [tokens(completion) for _ in range(8)]) for _ in range(2)])
 
         def step() -> None:
-            train_batch(
-                policy,
-                None,
-                optimizer,
-                scheduler,
-                [replace(micro_batch(row), update=Update(1, 1))],
-                config,
-                device,
-            )
+            rows = [replace(micro_batch(row), update=Update(1, 1))]
+            train_batch(policy, None, optimizer, scheduler, rows, config, device)
 
         step()
         is_cuda = device.type == "cuda"
@@ -275,19 +244,14 @@ def shares(is_quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here, one by one")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="few modes and a tiny model, in about a minute on a CPU",
-    )
-    args = parser.parse_args()
+    args = arguments(__doc__, "few modes and a tiny model, in about a minute").parse_args()
     rows = Rows(args.json)
     with tempfile.TemporaryDirectory() as folder:
-        modes(rows, Path(folder), args.quick)
+        model = build_random(Path(folder) / "model")
+        references = References(Path(folder), model, 2 if args.quick else 4)
+        for name in QUICK if args.quick else MODES:
+            names = {"part": "mode", "mode": name, "device": device_here().type}
+            rows.measure(names, partial(references.compared, *MODES[name]))
     rows.measure({"part": "profile"}, partial(shares, args.quick))
 
 

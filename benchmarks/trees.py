@@ -18,7 +18,6 @@ A step is forward, entropies, a policy-gradient loss and backward of all rows, n
 `mean_error` and `max_error` are those of log-probs, in nats, from the same weights in fp32, each sequence alone.
 """
 
-import argparse
 import os
 import random
 import sys
@@ -37,7 +36,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.branching import Pairs, make_job
-from benchmarks.common import Rows, Skipped, device_here, durations, median, memory_mb, reset_peak
+from benchmarks.common import (
+    Rows,
+    Skipped,
+    arguments,
+    device_here,
+    durations,
+    median,
+    memory_mb,
+    reset_peak,
+)
 from benchmarks.prefix_attention import SIZES, make_groups, make_model
 from prefix_attention import attach, completion_logprobs, pack
 
@@ -290,11 +298,7 @@ def measure(
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here, one by one")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and jobs, on a CPU, too")
+    parser = arguments(__doc__, "a tiny model and jobs, on a CPU, too")
     parser.add_argument("--model", default="1.5B")
     args = parser.parse_args()
     rows = Rows(args.json)

@@ -7,7 +7,6 @@ A tiny Qwen2.5-VL, 8 completions of 32 tokens on prompts with 256 image tokens; 
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from build_tiny_vlm import build_model, build_processor
 from PIL import Image
 
-from benchmarks.common import median, memory_mb, report
+from benchmarks.common import arguments, median, memory_mb, ran, report
 from config import TrainConfig
 from rollouts.group import Completion, Group, Prompt
 from rollouts.images import with_images
@@ -101,11 +100,7 @@ def measure(share_prefix: bool, num_prompts: int, length: int) -> dict[str, Any]
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="two prompts, in under a minute")
+    parser = arguments(__doc__, "two prompts, in under a minute")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -115,13 +110,8 @@ def main() -> None:
     rows = []
     num_prompts = 2 if args.quick else 8
     for path in ("repeated", "shared"):
-        command = [sys.executable, __file__, "--measure", path, str(num_prompts)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{path}: {done.stderr[-2000:]}")
-        rows.append(
-            {"path": path, "prompts": num_prompts, **json.loads(done.stdout.splitlines()[-1])}
-        )
+        found = ran([__file__, "--measure", path, num_prompts])
+        rows.append({"path": path, "prompts": num_prompts, **found})
     for row in rows:
         row["speedup"] = rows[0]["seconds"] / row["seconds"]
         row["memory"] = row["memory_mb"] / rows[0]["memory_mb"]

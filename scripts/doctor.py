@@ -92,11 +92,9 @@ def fitting_tokens(memory: tuple[float, float], available: float) -> int:
 def predict(parts: Parts, num_servers: int, staleness: int) -> Step:
     """A step with so many servers: at staleness 0 a batch is sampled and then trained, above 0 side by side."""
     per_batch_s = parts.sampling[1] * parts.num_groups / num_servers
-    sample_s, alone_s, slowdown = (
-        parts.sampling[0] + per_batch_s,
-        0.0,
-        parts.slowdown if staleness else 1.0,
-    )
+    sample_s = parts.sampling[0] + per_batch_s
+    slowdown = parts.slowdown if staleness else 1.0
+    alone_s = 0.0
     for part in parts.rows:  # each trains as soon as it is there
         alone_s = max(alone_s, part * sample_s) + parts.train_s / len(parts.rows)
     # A batch begins once the one `staleness` before it is sampled: so many overlap, with the one that is trained.
@@ -138,17 +136,15 @@ class Doctor:
     def __init__(self, config: TrainConfig, device: torch.device, rollouts: Rollouts):
         self.device, self.rollouts, self.advice = device, rollouts, list[str]()
         if rollouts.servers_sleep:
-            raise UserError(
-                "doctor.py measures with servers awake: start them without --enable-sleep-mode"
-            )
+            cure = "start them without --enable-sleep-mode"
+            raise UserError(f"doctor.py measures with servers awake: {cure}")
         torch.manual_seed(config.seed)
         self.policy = build_policy(config, device, rollouts.example)
         self.config = share_prefixes(self.policy, config, rollouts.example)
         rollouts.set_config(self.config)
         self.reference = build_reference(self.policy, self.config, device, rollouts.example)
-        self.optimizer, self.scheduler = build_optimizer(
-            self.policy, 1, replace(config, learning_rate=0.0)
-        )
+        idle = replace(config, learning_rate=0.0)
+        self.optimizer, self.scheduler = build_optimizer(self.policy, 1, idle)
         self.pool, self.prompts = ThreadPoolExecutor(MAX_GROUPS), iter(list[Prompt]())
         if is_main():
             rollouts.stream.num_steps = 0  # it admits nothing: groups are sampled here
@@ -164,10 +160,9 @@ class Doctor:
             while not under_way.is_complete():
                 pass
             return under_way.sets[""]
-        groups = [
-            Group(prompt, id=n, trained_version=self.rollouts.version)
-            for n, prompt in enumerate(islice(self.prompts, num))
-        ]
+        groups: list[Group] = []
+        for prompt in islice(self.prompts, num):
+            groups.append(Group(prompt, id=len(groups), trained_version=self.rollouts.version))
         answers = [self.pool.submit(self.rollouts.run.fill, group) for group in groups]
         meanwhile()
         for answer in answers:
@@ -200,31 +195,20 @@ class Doctor:
         config, metrics = self.config, batch_metrics(groups, 0, self.config)
         equal, cut = metrics["frac_reward_zero_std"], metrics["completions/clipped_ratio"]
         length = f"{metrics['completions/mean_length']:.0f} tokens a completion, {cut:.0%} cut off"
-        tell(
-            "one batch",
-            f"reward {metrics['reward']:.3g}, all equal in {equal:.0%} of groups; {length}",
-        )
-        much = "nothing" if equal == 1 else "little"
-        self.advise(
-            equal > 0.7,
-            f"rewards are all equal in {equal:.0%} of groups: {much} to learn; look at the rewards",
-        )
-        self.advise(
-            cut > 0.2,
-            f"max_completion_len={config.max_completion_len} cuts {cut:.0%} of completions: raise it",
-        )
+        reward = f"reward {metrics['reward']:.3g}, all equal in {equal:.0%} of groups"
+        tell("one batch", f"{reward}; {length}")
+        much = f"{'nothing' if equal == 1 else 'little'} to learn; look at the rewards"
+        self.advise(equal > 0.7, f"rewards are all equal in {equal:.0%} of groups: {much}")
+        setting = f"max_completion_len={config.max_completion_len}"
+        self.advise(cut > 0.2, f"{setting} cuts {cut:.0%} of completions: raise it")
 
     def look_at_servers(self, groups: list[Group]) -> None:
         """Whether each server gives its tokens the log-probs that the trainer gives them. Collective."""
-        config, limit = (
-            replace(self.config, num_iterations=1, num_minibatches=1),
-            self.config.max_logprob_mismatch,
-        )
-        servers = (
-            [(server.url, server.number) for server in self.rollouts.pool.servers]
-            if is_main()
-            else []
-        )
+        config = replace(self.config, num_iterations=1, num_minibatches=1)
+        limit = config.max_logprob_mismatch
+        servers = []
+        if is_main():
+            servers = [(server.url, server.number) for server in self.rollouts.pool.servers]
         for url, number in broadcast_object(servers):
             own = [group for group in groups if group.server == number]
             if not broadcast_object(len(own)):
@@ -234,11 +218,10 @@ class Doctor:
             mean = metrics["sampling/sampling_logp_difference/mean"]
             most = metrics["sampling/sampling_logp_difference/max"]
             tell(f"server {url}", f"mismatch {mean:.2g} mean, {most:.2g} max nats")
-            is_off = mean > limit / 3 and not is_bent(self.config)
-            self.advise(
-                is_off,
-                f"{url} is {mean:.2g} nats off, and at {limit:g} it is left out: compare its --dtype",
-            )
+            # Of a server that samples from the policy itself.
+            is_off = mean > limit / 3 and not bending(config)
+            cure = f"at {limit:g} it is left out: compare its --dtype"
+            self.advise(is_off, f"{url} is {mean:.2g} nats off, and {cure}")
 
     def look_at_sharing(self, groups: list[Group]) -> None:
         """Shared prompts against plain rows: gradients, weight by weight, and time. Collective."""
@@ -258,19 +241,16 @@ class Doctor:
             found.append(parts)
 
         shared = replace(self.config, num_iterations=1, num_minibatches=1, grad_norm=0.0)
-        calls = [
-            partial(self.train, groups, config)
-            for config in (shared, replace(shared, share_prefix=False))
-        ]
+        both = (shared, replace(shared, share_prefix=False))
+        calls = [partial(self.train, groups, config) for config in both]
         hook, pairs = self.optimizer.register_step_pre_hook(keep), []
         with evaluating(self.policy):  # dropout would be another one every time
             for _ in range(3):  # in turn, as machines are noisy
                 pairs.append([seconds(call, 1) for call in calls])
                 hook.remove()  # gradients of the first pair are enough
         if len(found) < 2:
-            raise UserError(
-                "the gradient of a batch is not finite: look at loss_fn and the rewards"
-            )
+            cure = "look at loss_fn and the rewards"
+            raise UserError(f"the gradient of a batch is not finite: {cure}")
         squares = [((a - b).square().sum(), b.square().sum()) for a, b in zip(*found, strict=True)]
         sums = torch.tensor(squares, device=self.device)
         dist.all_reduce(sums)
@@ -278,19 +258,13 @@ class Doctor:
         at_least = 0.01 * norms.max()  # some gradients are nothing but rounding
         error = (errors / norms.clamp(min=at_least)).max().item()
         gain = median(plain_s / shared_s for shared_s, plain_s in pairs)
-        tell(
-            "shared prompts",
-            f"gradients equal to {error:.1g}, {gain:.2f} times as fast as plain rows",
-        )
-        self.advise(
-            gain < 0.95, f"share_prefix gains nothing ({gain:.2f} times as fast): set it to false"
-        )
+        fast = f"{gain:.2f} times as fast"
+        tell("shared prompts", f"gradients equal to {error:.1g}, {fast} as plain rows")
+        self.advise(gain < 0.95, f"share_prefix gains nothing ({fast}): set it to false")
         config = self.config
         rounds = config.bf16 or config.fsdp_bf16 or config.dtype == "bfloat16"
-        self.advise(
-            error > (0.1 if rounds else 1e-3),
-            "share_prefix is inexact here: set it to false, and report it",
-        )
+        is_inexact = error > (0.1 if rounds else 1e-3)
+        self.advise(is_inexact, "share_prefix is inexact here: set it to false, and report it")
 
     def peak(self, groups: list[Group], max_tokens: int) -> list[float]:
         """Of a batch in such rows: tokens of the largest, bytes at the peak, seconds; over all ranks. Collective."""
@@ -299,9 +273,8 @@ class Doctor:
             ctypes.CDLL(None).malloc_trim(0)
         reset_peak(self.device)
         step_s = seconds(lambda: sizes.extend(self.train(groups, config)[1]))
-        most = torch.tensor(
-            [max(sizes), 1e6 * memory_mb(self.device, "VmHWM"), step_s], device=self.device
-        ).double()
+        peak = [max(sizes), 1e6 * memory_mb(self.device, "VmHWM"), step_s]
+        most = torch.tensor(peak, device=self.device).double()
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return most.tolist()
 
@@ -318,20 +291,12 @@ class Doctor:
         whole = self.peak(groups, max(config.max_tokens_per_gpu, least))
         fits = fitting_tokens(line(half[:2], whole[:2]), free)
         limit = f"up to {fits:,} fit into" if fits else "free:"
-        tell(
-            "memory",
-            f"peak {whole[1] / 1e9:.2f} GB with rows of {whole[0]:,.0f} tokens; {limit} {free / 1e9:.1f} GB",
-        )
+        peak = f"peak {whole[1] / 1e9:.2f} GB with rows of {whole[0]:,.0f} tokens"
+        tell("memory", f"{peak}; {limit} {free / 1e9:.1f} GB")
         setting, gain = f"max_tokens_per_gpu={config.max_tokens_per_gpu}", half[2] / whole[2] - 1
-        is_small = (
-            fits > 2 * config.max_tokens_per_gpu
-            and len(sizes) > config.num_minibatches
-            and gain > LITTLE
-        )
-        self.advise(
-            is_small,
-            f"{setting}: {fits:,} fit, and rows of half of it take {gain:.0%} longer: raise it",
-        )
+        has_room = fits > 2 * config.max_tokens_per_gpu and len(sizes) > config.num_minibatches
+        longer = f"rows of half of it take {gain:.0%} longer: raise it"
+        self.advise(has_room and gain > LITTLE, f"{setting}: {fits:,} fit, and {longer}")
         self.advise(0 < fits < config.max_tokens_per_gpu, f"{setting}: only {fits:,} fit: lower it")
         return len(sizes), whole[2]
 
@@ -344,9 +309,8 @@ class Doctor:
         few_s = seconds(lambda: self.sample(few))
         sample_s = seconds(lambda: samples.append(self.sample(size)))
         sync_s = seconds(self.sync)
-        both_s = seconds(
-            lambda: self.sample(size, None, lambda: self.sync(self.train(groups, config)))
-        )
+        train = lambda: self.sync(self.train(groups, config))
+        both_s = seconds(lambda: self.sample(size, None, train))
         sampling = line((few / num_servers, few_s), (size / num_servers, sample_s))
         begun_s = min((g.started_s for g in samples[-1]), default=0)
         ends_s = accumulate((g.scored_s for g in samples[-1]), max)
@@ -358,11 +322,9 @@ class Doctor:
         for share in shares:
             place = min(math.ceil(len(ends) * share), len(ends) - 1)
             rows.append(ends[place] / ends[-1])
-        equal = (
-            sum(not can_teach(g, config) for g in groups) / size
-            if config.drop_zero_advantage
-            else 0.0
-        )
+        equal = 0.0
+        if config.drop_zero_advantage:
+            equal = sum(not can_teach(g, config) for g in groups) / size
         reward_s = ends[-1] - max((g.sampled_s - begun_s for g in samples[-1]), default=0)
         slowdown = max(both_s / (max(sample_s, train_s) + sync_s), 1.0)  # below 1 it is noise
         num_groups = size / max(1 - equal, 0.1)
@@ -380,10 +342,8 @@ class Doctor:
         sampled_s = start + slope * config.batch_size / num
         sampled = sum(sum(group.num_sampled) for group in groups) / sampled_s
         trained = sum(sum(lengths_with_prompt(group)) for group in groups) / train_s
-        tell(
-            "speed of either side alone",
-            f"{sampled:,.0f} tokens/s sampled, {trained:,.0f} tokens/s trained",
-        )
+        rates = f"{sampled:,.0f} tokens/s sampled, {trained:,.0f} tokens/s trained"
+        tell("speed of either side alone", rates)
         steps = {k: predict(parts, k, config.max_staleness) for k in sorted({1, 2, 4, 8, num})}
         step_s, waits, idle = steps[num]
         sample_s = start + slope * parts.num_groups / num - parts.reward_s
@@ -406,15 +366,11 @@ class Doctor:
         if held_out:
             num_evals = len({0, rollouts.num_steps, *range(every, rollouts.num_steps, every)})
         hours = (rollouts.num_steps * step_s + num_evals * eval_s) / 3600
-        tell(
-            "the run",
-            f"{hours:.2f} h: {rollouts.num_steps:,} steps, {num_evals} evaluations of {eval_s:.2f} s",
-        )
+        evaluations = f"{num_evals} evaluations of {eval_s:.2f} s"
+        tell("the run", f"{hours:.2f} h: {rollouts.num_steps:,} steps, {evaluations}")
         other, saved = other_staleness(parts, num, config.max_staleness)
-        self.advise(
-            saved > LITTLE,
-            f"max_staleness={config.max_staleness} costs {saved:.0%} of a step, which {other} would save",
-        )
+        cost = f"max_staleness={config.max_staleness} costs {saved:.0%} of a step"
+        self.advise(saved > LITTLE, f"{cost}, which {other} would save")
         is_sync = config.max_staleness == 0
         cure = "raise batch_size"
         if enough > num:
@@ -425,19 +381,12 @@ class Doctor:
         self.advise(not is_sync and idle > MUCH, f"servers wait {idle:.0%} of the time: {cure}")
 
 
-def is_bent(config: TrainConfig) -> bool:
-    """True where a server does not sample from the policy itself."""
-    return bool(bending(config))
-
-
 def examine(config: TrainConfig) -> None:
     """Print the table, and then the advice. Collective."""
     if not config.vllm_urls:
         raise UserError("vllm_urls names no server, and the trainer's speed alone says little")
-    with (
-        process_group(config.collective_timeout) as device,
-        closing(Rollouts(config, device)) as rollouts,
-    ):
+    group = process_group(config.collective_timeout)
+    with group as device, closing(Rollouts(config, device)) as rollouts:
         if is_main():
             for failures in (rollouts.run.scorer.failures, rollouts.run.failures):
                 name = f"doctor-{os.getpid()}-{failures.path.name}"

@@ -21,7 +21,8 @@ find_python() {
 install() {
     local stamp=$venv/.installed-$1 sum
     shift
-    sum=$(cat requirements*.txt | cksum)
+    # As of files that lay beside requirements.txt, so that an environment of these is not installed again.
+    sum=$(cat requirements/*.txt requirements.txt | sed 's|requirements/|requirements-|g' | cksum)
     [ "$(cat "$stamp" 2>/dev/null)" = "$sum" ] && return
     echo "installing into $venv, a few minutes: $*"
     "$python" -m pip install -qq --disable-pip-version-check "$@" || die "pip could not install: $*"
@@ -58,11 +59,11 @@ make_environment() {
         "$(find_python)" -m venv --clear "$venv" || die "python could not make $venv (on Debian: apt install python3-venv)"
     fi
     if has_gpu && [ "$1" = gpu ]; then
-        install gpu --no-deps -r requirements-gpu.txt
+        install gpu --no-deps -r requirements/gpu.txt
         return
     fi
     find_index
-    install cpu --no-deps "${index[@]}" -r requirements-cpu.txt
+    install cpu --no-deps "${index[@]}" -r requirements/cpu.txt
     "$python" scripts/torchvision_ops.py  # a torchvision that PyPI has built for CUDA can be imported, too
 }
 

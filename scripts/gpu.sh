@@ -44,7 +44,7 @@ if [ -n "${PYTHON:-}" ]; then
 else
     source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
     make_environment gpu
-    install dev -r requirements-dev.txt
+    install dev -r requirements/dev.txt
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1
 

@@ -98,12 +98,13 @@ class LocalServer:
                 tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
                 how = f"did not serve within {timeout_s:.0f} s"
                 if has_ended:
-                    how = "ended before it served"
-                    if self.process.returncode < 0:
-                        how = f"was ended by {signal.Signals(-self.process.returncode).name} before it served"
-                raise RuntimeError(
-                    f"the server at {self.url} {how}, and the end of {self.log} is\n{tail}"
-                )
+                    status = self.process.returncode
+                    cause = (
+                        f"was ended by {signal.Signals(-status).name}" if status < 0 else "ended"
+                    )
+                    how = f"{cause} before it served"
+                told = f"the server at {self.url} {how}, and the end of {self.log} is"
+                raise RuntimeError(f"{told}\n{tail}")
             time.sleep(0.5)
 
 
@@ -114,9 +115,8 @@ def gpus_here() -> list[str]:
         return list(takewhile(lambda name: name not in ("", "-1"), names))
     with suppress(OSError, subprocess.SubprocessError):
         ask = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        return subprocess.run(
-            ask, capture_output=True, text=True, check=True, timeout=60
-        ).stdout.split()
+        done = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.split()
     return []
 
 
@@ -130,10 +130,9 @@ def shares(gpus: list[str], sizes: list[int]) -> list[dict[str, str]]:
     if len(gpus) == 1 and sizes == [1, 1]:
         gpus = gpus * 2
     if sum(sizes) > len(gpus):
-        parts = " + ".join(map(str, sizes))
-        raise UserError(
-            f"servers and trainer need {parts} GPUs, and {len(gpus)} are here: ask for fewer of them"
-        )
+        needed = " + ".join(map(str, sizes))
+        there = f"and {len(gpus)} are here: ask for fewer of them"
+        raise UserError(f"servers and trainer need {needed} GPUs, {there}")
     ends = zip(accumulate(sizes), sizes, strict=True)
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[end - size : end])} for end, size in ends]
 
@@ -269,10 +268,8 @@ def restart_ended(running: list[LocalServer], servers: dict[str, Command]) -> No
     ended = [server for server in running if server.process.poll() is not None]
     for server in ended:
         if time.monotonic() < server.restarted_s + 600:
-            print(
-                f"the server at {server.url} ended again, and is given up (log: {server.log})",
-                flush=True,
-            )
+            told = f"the server at {server.url} ended again, and is given up (log: {server.log})"
+            print(told, flush=True)
             running.remove(server)
             continue
         print(f"the server at {server.url} ended, and starts again (log: {server.log})", flush=True)
@@ -282,12 +279,9 @@ def restart_ended(running: list[LocalServer], servers: dict[str, Command]) -> No
 
 
 def run(
-    servers: dict[str, Command],
-    trainer: Command,
-    folder: Path,
-    timeout_s: float,
+    servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: float,
     preparation: Sequence[str] = (),
-) -> int:
+) -> int:  # fmt: skip
     """Start the servers, wait for them, start the trainer, and end all with it; returns the exit status.
 
     `preparation` is a command that runs before the servers start.
@@ -338,39 +332,25 @@ def run(
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
     """Launch options, the trainer's arguments, and their config; SystemExit with one line if they are wrong."""
-    usage, kind = (
-        "launch.py [recipe.py] [options] [--field value ...]",
-        argparse.RawDescriptionHelpFormatter,
-    )
     parser = argparse.ArgumentParser(
-        usage=usage, description=__doc__, formatter_class=kind, allow_abbrev=False
-    )
-    here, there = (
-        {"servers": 1, "trainers": 1},
-        {"server_nodes": 1, "trainer_nodes": 1, "gpus_per_node": 8},
-    )
+        usage="launch.py [recipe.py] [options] [--field value ...]", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    here = {"servers": 1, "trainers": 1}
+    there = {"server_nodes": 1, "trainer_nodes": 1, "gpus_per_node": 8}
     for name, default in (here | {"tensor_parallel": 1} | there).items():
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"default {default}"
-        )
-    parser.add_argument(
-        "--server_options", default="", metavar="WORDS", help="of vLLM, as ='--quantization fp8'"
-    )
-    parser.add_argument(
-        "--sleep",
-        action="store_true",
-        help="let the server leave the GPU that it shares to the trainer while that trains, at max_staleness 0",
-    )
-    parser.add_argument(
-        "--doctor", action="store_true", help="run scripts/doctor.py in place of train.py"
-    )
+        text = f"default {default}"
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    text = "of vLLM, as ='--quantization fp8'"
+    parser.add_argument("--server_options", default="", metavar="WORDS", help=text)
+    text = "let the server leave a shared GPU to the trainer while that trains, at max_staleness 0"
+    parser.add_argument("--sleep", action="store_true", help=text)
+    text = "run scripts/doctor.py in place of train.py"
+    parser.add_argument("--doctor", action="store_true", help=text)
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--print", action="store_true", help="print the commands and start nothing"
-    )
-    instead.add_argument(
-        "--slurm", type=Path, metavar="FILE", help="write a batch script for several nodes"
-    )
+    instead.add_argument("--print", action="store_true", help="print the commands, start nothing")
+    text = "write a batch script for several nodes"
+    instead.add_argument("--slurm", type=Path, metavar="FILE", help=text)
     args, words = parser.parse_known_args(argv)
     for name, default in (here if args.slurm else there).items():
         if getattr(args, name) != default:
@@ -382,9 +362,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
     if args.doctor and args.slurm:
         sys.exit("error: --doctor has no effect with --slurm")
     if any(word.partition("=")[0].replace("-", "_") == "__vllm_urls" for word in words):
-        sys.exit(
-            "error: --vllm_urls: servers are started here; for servers that run, there is train.py"
-        )
+        cure = "for servers that run, there is train.py"
+        sys.exit(f"error: --vllm_urls: servers are started here; {cure}")
     try:
         return args, words, parse_args(words)
     except UserError as error:
@@ -397,9 +376,8 @@ def main(argv: list[str]) -> None:
     trainer = [os.path.relpath(ROOT / ("scripts/doctor.py" if args.doctor else "train.py")), *words]
     try:
         if args.slurm and config.base_4bit:
-            raise UserError(
-                "--slurm: it writes no base for base_4bit; docs/operations.md has the commands"
-            )
+            cure = "docs/operations.md has the commands"
+            raise UserError(f"--slurm: it writes no base for base_4bit; {cure}")
         if args.slurm:
             args.slurm.write_text(slurm_job(args, trainer, config))
             print(f"sbatch {shlex.quote(str(args.slurm))}")
@@ -414,17 +392,10 @@ def main(argv: list[str]) -> None:
         if preparation:
             print(shlex.join(preparation))
         for program, env in (*servers.values(), training):
-            print(
-                *(f"{name}={shlex.quote(value)}" for name, value in env.items()),
-                shlex.join(program),
-            )
-    except (
-        ValueError,
-        OSError,
-        RuntimeError,
-        subprocess.CalledProcessError,
-    ) as error:  # such as a UserError, or quotes that do not match
-        sys.exit(f"error: {error}")
+            variables = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
+            print(*variables, shlex.join(program))
+    except (ValueError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        sys.exit(f"error: {error}")  # of a UserError, of quotes that do not match, ...
 
 
 if __name__ == "__main__":

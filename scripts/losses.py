@@ -1,6 +1,6 @@
 """Compare two losses on identical data: the saved rollouts of a run, step by step.
 
-    python scripts/losses.py RUN a.py b.py [--steps N] [-o losses.png] [--field value ...]
+    python scripts/losses.py RUN a.py b.py [--steps N] [--field value ...]
 
 RUN is the output_dir of a run with `--parts recipes.replay.save`; a.py and b.py are recipes of its model and data that differ in
 what makes a gradient: the loss and its settings, advantages, corrections. Each step prints the norms of both gradients
@@ -9,21 +9,16 @@ one update per batch, so ratios differ from 1 only with `--old_logprobs sampler`
 """
 
 import argparse
-import math
 import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import matplotlib
-
-matplotlib.use("Agg")
 import torch
-from matplotlib import pyplot as plt
 from torch import Tensor
 
 from config import TrainConfig, UserError, parse_args
@@ -35,15 +30,10 @@ from training.model import build_policy, build_reference, share_prefixes, with_b
 from training.optimizer import build_optimizer
 from utils import Stopped, process_group
 
+OF_POLICY = (
+    "model_id", "use_peft", "lora_rank", "lora_alpha", "lora_target_modules", "dtype",
+)  # fmt: skip
 IDLE: Any = SimpleNamespace(step=lambda: None)  # a schedule of no learning rate
-
-
-class Row(NamedTuple):
-    """One step: both norms, and the cosine between the gradients, NaN where one of them is 0."""
-
-    norm_a: float
-    norm_b: float
-    cosine: float
 
 
 class Recorder:
@@ -52,9 +42,7 @@ class Recorder:
     def __init__(self, policy: Any):
         self.weights = [p for p in policy.parameters() if p.requires_grad]
         self.param_groups = [{"lr": 0.0}]
-        self.gradient = torch.zeros(
-            sum(weight.numel() for weight in self.weights), dtype=torch.float64
-        )
+        self.gradient = torch.zeros(sum(w.numel() for w in self.weights), dtype=torch.float64)
 
     def step(self) -> None:
         """Keep it."""
@@ -77,9 +65,8 @@ def gradient(
     return recorder.gradient
 
 
-def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
-    """Both gradients of every step, each printed when it is known."""
-    rows: list[Row] = []
+def compare(configs: list[TrainConfig], num_steps: int | None) -> None:
+    """Print both gradients of every step."""
     a, b = configs
     with (
         process_group(600) as device,
@@ -106,35 +93,10 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
                 rollouts.end_batch({})
             one = gradient(policy, reference_a, batch_a, a, device)
             two = gradient(policy, reference_b, batch_b, b, device)
-            norms = one.norm().item(), two.norm().item()
-            cosine = math.nan
-            if all(norms):
-                cosine = (one @ two).item() / (norms[0] * norms[1])
-            rows.append(Row(*norms, cosine))
-            print(
-                f"step {step} · norms {norms[0]:.4g} {norms[1]:.4g} · cosine {rows[-1].cosine:.4f}",
-                flush=True,
-            )
+            norms = f"{one.norm():.4g} {two.norm():.4g}"
+            cosine = (one @ two) / (one.norm() * two.norm())  # NaN where one of them is 0
+            print(f"step {step} · norms {norms} · cosine {cosine:.4f}", flush=True)
             train_batch(policy, reference_a, optimizer, scheduler, batch_a, a, device)
-    return rows
-
-
-def draw(rows: list[Row], names: list[str], path: Path) -> None:
-    """Norms and cosine over the steps, as an image file."""
-    figure, (norms, cosine) = plt.subplots(1, 2, figsize=(12, 3.5))
-    steps = range(1, len(rows) + 1)
-    norms.plot(steps, [row.norm_a for row in rows], label=names[0])
-    norms.plot(steps, [row.norm_b for row in rows], label=names[1])
-    norms.set_ylabel("gradient norm", fontsize="small")
-    norms.legend(fontsize="small")
-    cosine.plot(steps, [row.cosine for row in rows])
-    cosine.set_ylabel("cosine of the gradients", fontsize="small")
-    for axes in (norms, cosine):
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
 
 
 def main(argv: list[str]) -> None:
@@ -145,9 +107,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's output_dir")
     parser.add_argument("recipes", nargs=2, metavar="RECIPE")
     parser.add_argument("--steps", type=int, help="default: all that the run has")
-    parser.add_argument("-o", "--output", type=Path, help="default: losses.png in the run")
     args, fields = parser.parse_known_args(argv)
-    path = args.output or Path(args.run) / "losses.png"
     try:
         unused = f"{args.run}-unused"  # nothing is written there
         words = ["--num_iterations", "1", "--num_minibatches", "1", "--max_steps", "none"]
@@ -157,30 +117,17 @@ def main(argv: list[str]) -> None:
             config = parse_args([recipe, *fields, *words])
             configs.append(with_bf16(replaying(config, args.run)))
         if {config.old_logprobs for config in configs} == {"trainer"}:
-            print(
-                "all ratios are 1: with --old_logprobs sampler they are against the server's log-probs",
-                flush=True,
-            )
-        for config in configs:
-            if config.reference_decay is not None:
-                raise UserError(
-                    "nothing is trained here, so no reference follows: unset reference_decay"
-                )
-        for name in (
-            "model_id",
-            "use_peft",
-            "lora_rank",
-            "lora_alpha",
-            "lora_target_modules",
-            "dtype",
-        ):
+            cure = "with --old_logprobs sampler they are against the server's log-probs"
+            print(f"all ratios are 1: {cure}", flush=True)
+        if any(config.reference_decay is not None for config in configs):
+            cure = "unset reference_decay"
+            raise UserError(f"nothing is trained here, so no reference follows: {cure}")
+        for name in OF_POLICY:
             if len({str(getattr(config, name)) for config in configs}) > 1:
                 raise UserError(f"the recipes differ in {name}: both gradients are of one policy")
-        rows = compare(configs, args.steps)
+        compare(configs, args.steps)
     except UserError as error:
         sys.exit(f"error: {error}")
-    draw(rows, args.recipes, path)
-    print(f"picture: {path}")
 
 
 if __name__ == "__main__":

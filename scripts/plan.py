@@ -112,12 +112,12 @@ def _without_data(model: nn.Module) -> None:
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
-            if weight is not None and id(weight) not in made:
-                made[id(weight)] = nn.Parameter(
-                    torch.empty(weight.shape, dtype=weight.dtype), weight.requires_grad
-                )
-            if weight is not None:
-                module._parameters[name] = made[id(weight)]
+            if weight is None:
+                continue
+            if id(weight) not in made:
+                tensor = torch.empty(weight.shape, dtype=weight.dtype)
+                made[id(weight)] = nn.Parameter(tensor, weight.requires_grad)
+            module._parameters[name] = made[id(weight)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -140,9 +140,8 @@ class OnPaper:
         """The model on the meta device, with its adapters."""
         config = self.config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                deepcopy(self.text_config), dtype=getattr(torch, config.dtype)
-            )
+            own, dtype = deepcopy(self.text_config), getattr(torch, config.dtype)
+            model = AutoModelForCausalLM.from_config(own, dtype=dtype)
             model.eval()
             if config.use_peft:
                 model = add_lora(model, config)
@@ -160,10 +159,8 @@ class OnPaper:
         """Bytes of all weights, the adapter's too."""
         total = sum(weight.nbytes for weight in self.model.parameters())
         if self.config.base_4bit:
-            saved = sum(
-                matrix.nbytes - BYTES_4BIT * matrix.numel() for matrix in self._base_matrices
-            )
-            total -= saved
+            for matrix in self._base_matrices:
+                total -= matrix.nbytes - BYTES_4BIT * matrix.numel()
         return total
 
     @property
@@ -313,11 +310,10 @@ class Plan:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         length = PROMPT_TOKENS + self.policy.config.max_completion_len
         token_bytes = 2 * 2 * text.num_hidden_layers * heads * size  # keys and values, in 16 bits
+        cache_bytes = token_bytes * length * self.num_sequences
         return {
             "the server's weights": 2 * self.policy.num_weights / GB,
-            f"its cache, {self.num_sequences} sequences of {length:,}": (
-                token_bytes * length * self.num_sequences / GB
-            ),
+            f"its cache, {self.num_sequences} sequences of {length:,}": cache_bytes / GB,
             "its graphs and the like": SERVER_GB,
         }
 
@@ -501,9 +497,8 @@ def print_plan(config: TrainConfig, card: str, recipe: list[str]) -> None:
         model_config, _ = load_model_config(config)
     except OSError as error:
         cause = str(error).partition("\n")[0]
-        raise UserError(
-            f"model_id={config.model_id} is no model's folder, and the hub does not give it: {cause}"
-        ) from None
+        told = f"model_id={config.model_id} is no model's folder, and the hub does not give it"
+        raise UserError(f"{told}: {cause}") from None
     length = config.max_completion_len
     print(f"for prompts of {PROMPT_TOKENS} tokens and completions of {length:,}; no data is read")
     variants = Variants(config, model_config)

@@ -4,7 +4,6 @@
     python scripts/plot.py RUN RUN --rewards -o curves.svg             # reward and held-out reward, as in README
     python scripts/plot.py RUN RUN -v reward -v eval/reward -x num_tokens --smooth 20 -o curve.svg
     python scripts/plot.py info RUN                                    # which metrics there are
-    python scripts/plot.py RUN --remote host                           # a run on another machine, read over ssh
 
 The suffix of `-o` chooses PNG, SVG or PDF. A picture has its own background, so that it reads the same on a light and
 on a dark page.
@@ -15,8 +14,6 @@ import difflib
 import json
 import math
 import re
-import shlex
-import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,7 +24,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import EngFormatter, MaxNLocator
-from run_page import MACHINE_SETTINGS
+from run_page import MACHINE_SETTINGS, read_rows
 
 # Text stays text in an SVG, which is then small; the same numbers give the same file, with a point for each.
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plot", "path.simplify": False})
@@ -64,28 +61,16 @@ UNITS = {  # by a metric's name, or a pattern of names; a reward, a loss and a n
 }  # fmt: skip
 
 
-def read_metrics(run: Path, remote: str | None = None) -> Rows:
+def read_metrics(run: Path) -> Rows:
     """The objects of `<run>/metrics.jsonl`, one per step (and step 0 where the run evaluated before it trained).
 
     Raises:
-        SystemExit: there is no such file, here or on the `remote` host, or nothing in it yet.
+        SystemExit: there is no such file, or nothing in it yet.
     """
     path = run / "metrics.jsonl"
-    if remote:
-        home = "~/" if path.parts[0] == "~" else ""  # for the shell there
-        command = ["ssh", remote, f"cat {home}{shlex.quote(str(path).removeprefix(home))}"]
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
-        if done.returncode:
-            sys.exit(f"error: {remote}:{path} cannot be read: {done.stderr.strip()}")
-        text = done.stdout
-    else:
-        if not path.is_file():
-            sys.exit(f"error: {path} is not there: give a run's output_dir")
-        text = path.read_text(encoding="utf-8")
-    lines = text.split("\n")[:-1]  # what a running trainer has not ended is left out
-    # A constant is NaN, of another trainer.
-    rows = [json.loads(line, parse_constant=lambda _: None) for line in lines]
-    return rows or sys.exit(f"error: {path} has no step yet")
+    if not path.is_file():
+        sys.exit(f"error: {path} is not there: give a run's output_dir")
+    return read_rows(path) or sys.exit(f"error: {path} has no step yet")
 
 
 def metric_names(rows: Rows) -> list[str]:
@@ -124,7 +109,7 @@ def unit_of(name: str) -> str:
 
 
 def labels_of(runs: list[str]) -> list[str]:
-    """What a legend says of each run: the one setting that differs, as `seed 1`, or its folder."""
+    """What a legend says of each run: the one setting that differs, as `seed 1`, or its folder, or its path."""
     settings = []
     for run in runs:
         path = Path(run) / "config.json"
@@ -138,11 +123,6 @@ def labels_of(runs: list[str]) -> list[str]:
         if len(set(labels)) == len(runs):
             return labels
 
-    return short_names(runs)
-
-
-def short_names(runs: list[str]) -> list[str]:
-    """The last folders of some runs, or their whole paths where two would be the same."""
     folders = [Path(run).name for run in runs]
     return folders if len(set(folders)) == len(runs) else runs
 
@@ -200,14 +180,9 @@ def plot(
             sys.exit(f"error: no run has {name}{cure}")
     panels = [(name,) for name in names] or SUMMARY
     columns = 3 if len(panels) == 3 else min(len(panels), 2)  # no place stays empty
-    rows_of_panels = math.ceil(len(panels) / columns)
-    figure, grid = plt.subplots(
-        rows_of_panels,
-        columns,
-        squeeze=False,
-        sharex=True,
-        figsize=(PANEL_WIDTH * columns, PANEL_HEIGHT * rows_of_panels),
-    )
+    num_rows = math.ceil(len(panels) / columns)
+    size = (PANEL_WIDTH * columns, PANEL_HEIGHT * num_rows)
+    figure, grid = plt.subplots(num_rows, columns, squeeze=False, sharex=True, figsize=size)
     for axes, panel in zip(grid.flat, panels, strict=False):
         for name, dash in zip(panel, ("-", "--", ":"), strict=False):
             for number, (label, rows) in enumerate(zip(labels, runs.values(), strict=True)):
@@ -266,32 +241,16 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "runs",
-        type=Path,
-        nargs="+",
-        metavar="RUN",
-        help="a run's output_dir; `info` before it lists",
-    )
-    parser.add_argument(
-        "-v", "--metric", action="append", default=[], help="a panel of its own; may be repeated"
-    )
-    parser.add_argument(
-        "--rewards",
-        action="store_true",
-        help="two panels before those of -v: reward, held-out reward",
-    )
+    text = "a run's output_dir; `info` before it lists"
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=text)
+    text = "a panel of its own; may be repeated"
+    parser.add_argument("-v", "--metric", action="append", default=[], help=text)
+    text = "two panels before those of -v: reward, held-out reward"
+    parser.add_argument("--rewards", action="store_true", help=text)
     parser.add_argument("-x", default="step", help="the metric of the horizontal axis")
-    parser.add_argument(
-        "--smooth", type=int, default=1, metavar="STEPS", help="mean over so many values"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        help="default: reward.png in the first run, here if it is remote",
-    )
-    parser.add_argument("--remote", metavar="HOST", help="where the runs are; as ssh takes it")
+    text = "mean over so many values"
+    parser.add_argument("--smooth", type=int, default=1, metavar="STEPS", help=text)
+    parser.add_argument("-o", "--output", type=Path, help="default: reward.png in the first run")
     args = parser.parse_args(argv)
     if args.smooth < 1:
         parser.error("--smooth must be at least 1")
@@ -299,19 +258,18 @@ def main(argv: list[str]) -> None:
     paths = args.runs[1:] if only_list else args.runs
     if not paths:
         parser.error("give a run's output_dir")
-    runs = {str(path): read_metrics(path, args.remote) for path in paths}
+    runs = {str(path): read_metrics(path) for path in paths}
     if only_list:
         for name, rows in runs.items():
             print(f"{name}: {len(rows)} steps")
             for metric in metric_names(rows):
                 print(f"  {metric}")
         return
-    path = args.output or (Path() if args.remote else paths[0]) / "reward.png"
+    path = args.output or paths[0] / "reward.png"
     if path.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"-o {path} must end with .png, .svg or .pdf")
     names = REWARDS + args.metric if args.rewards else args.metric
-    labels = short_names([*runs]) if args.remote else labels_of([*runs])
-    plot(runs, labels, names, args.x, args.smooth, path)
+    plot(runs, labels_of([*runs]), names, args.x, args.smooth, path)
     for name, rows in runs.items():
         for metric in names:
             print_line(name, rows, metric)

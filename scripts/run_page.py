@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -39,10 +38,9 @@ STEP = re.compile(rb'\{"step": ?(\d+)')
 
 @dataclass
 class Lines:
-    """The lines of a log that a page has, and how far it was read."""
+    """The lines of a log that a page has, and how many it lacks."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    end: int = 0  # offset behind the last whole line
     steps_left_out: int = 0
     rows_left_out: int = 0
 
@@ -62,6 +60,7 @@ def read_lines(path: Path, most_bytes: int | None = None) -> Lines:
     if not path.is_file():
         return lines
     places: dict[int, list[tuple[int, int]]] = {}  # by step, the begin and size of each line
+    end = 0
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):  # the trainer is about to write the rest
@@ -69,8 +68,8 @@ def read_lines(path: Path, most_bytes: int | None = None) -> Lines:
             found = STEP.match(line)
             if not found:
                 sys.exit(f"error: {path}: a line is damaged: {line[:60]!r}")
-            places.setdefault(int(found[1]), []).append((lines.end, len(line)))
-            lines.end += len(line)
+            places.setdefault(int(found[1]), []).append((end, len(line)))
+            end += len(line)
 
         weights = {step: _weight(of_step, most_bytes) for step, of_step in places.items()}
         chosen = chosen_steps(weights)
@@ -146,17 +145,10 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def read_from(path: Path, begin: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of a log behind `begin`, and where they end."""
-    rows = []
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a log; the trainer may be about to write the rest of the last."""
     with path.open("rb") as file:
-        file.seek(begin)
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            rows.append(parsed(line, path))
-            begin += len(line)
-    return rows, begin
+        return [parsed(line, path) for line in file if line.endswith(b"\n")]
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -168,7 +160,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not (folder / "metrics.jsonl").is_file():
         sys.exit(f"error: {folder / 'metrics.jsonl'} is not there: give a run's output_dir")
     config, left_out = read_config(folder)
-    metrics, end = read_from(folder / "metrics.jsonl")
+    metrics = read_rows(folder / "metrics.jsonl")
     samples = read_lines(folder / "completions.jsonl")
     held_out = read_lines(folder / "held_out.jsonl")
 
@@ -176,14 +168,12 @@ def read_run(folder: Path) -> dict[str, Any]:
     left_out += told_left_out("held-out completions", held_out)
     return {
         "name": str(folder),
-        "id": run_id(folder),
         "config": config,
         "changed": changed_settings(config),
         "metrics": columns(metrics),
         "samples": samples.rows,
         "heldOut": held_out.rows,
         "leftOut": left_out,
-        "ends": {"metrics": end, "completions": samples.end, "held_out": held_out.end},
     }
 
 
@@ -227,7 +217,7 @@ def keep(folder: Path, target: Path) -> None:
     if not (folder / "metrics.jsonl").is_file():
         sys.exit(f"error: {folder / 'metrics.jsonl'} is not there: give a run's output_dir")
     config, left_out = read_config(folder)
-    metrics, _ = read_from(folder / "metrics.jsonl")
+    metrics = read_rows(folder / "metrics.jsonl")
     logs = {"metrics": [{name: _short(value) for name, value in row.items()} for row in metrics]}
     most_bytes = KEPT_BYTES
     if (folder / "images").is_dir():  # which take the rest
@@ -252,10 +242,15 @@ def keep(folder: Path, target: Path) -> None:
             shutil.copy(source, target / "images")
 
 
-def run_id(folder: Path) -> str:
-    """An id that differs between runs of one folder; empty without one."""
-    path = folder / "run_id"
-    return path.read_text() if path.is_file() else ""
+def state_of(folders: list[Path]) -> str:
+    """A text that is another one whenever one of the runs has written."""
+    parts = []
+    for folder in folders:
+        for name in ("metrics", "completions", "held_out"):
+            path = folder / f"{name}.jsonl"
+            status = path.stat() if path.is_file() else None
+            parts.append(f"{status.st_size} {status.st_mtime_ns}" if status else "none")
+    return ", ".join(parts)
 
 
 def read_images(rows: list[dict[str, Any]], folder: Path, room: int) -> tuple[dict[str, str], int]:
@@ -273,8 +268,8 @@ def read_images(rows: list[dict[str, Any]], folder: Path, room: int) -> tuple[di
     return images, num_left_out
 
 
-def page(folders: list[Path], follows: bool = False) -> bytes:
-    """The whole page, as HTML."""
+def page(folders: list[Path], state: str = "") -> bytes:
+    """The whole page, as HTML; one that is served has the runs' state, and loads itself anew after the next."""
     runs = [read_run(folder) for folder in folders]
     images: dict[str, str] = {}
     for run, folder in zip(runs, folders, strict=True):
@@ -284,7 +279,7 @@ def page(folders: list[Path], follows: bool = False) -> bytes:
         if num_left_out:
             run["leftOut"].append(f"{num_left_out:,} images are left out")
 
-    data = {"runs": runs, "images": images, "follows": follows}
+    data = {"runs": runs, "images": images, "state": state}
     # Inside a script element only `<` can end it; half surrogate pairs become escapes of JSON.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     text = text.replace("<", "\\u003c")
@@ -304,38 +299,6 @@ def page(folders: list[Path], follows: bool = False) -> bytes:
     return filled.encode("utf-8", "backslashreplace")
 
 
-def written_since(folder: Path, ends: dict[str, int], last_step: int) -> dict[str, Any]:
-    """Rows behind the offsets `ends` of each log, or {"reload": true} where a log was rewritten.
-
-    A resumed run cuts its logs, and may have grown past the old offsets since. So the byte before
-    each, and the first new step, are looked at.
-    """
-    found: dict[str, Any] = {"ends": {}}
-    for name, end in ends.items():
-        path = folder / f"{name}.jsonl"
-        if not path.is_file():
-            found[name] = []
-            found["ends"][name] = 0
-            continue
-        if not _ends_a_line(path, end):
-            return {"reload": True}
-        found[name], found["ends"][name] = read_from(path, end)
-    if found["metrics"] and found["metrics"][0]["step"] <= last_step:
-        return {"reload": True}
-
-    rows = [*found["held_out"], *found["completions"]]
-    found["images"], _ = read_images(rows, folder, MAX_IMAGE_BYTES)
-    return found
-
-
-def _ends_a_line(path: Path, end: int) -> bool:
-    if end == 0:
-        return True
-    with path.open("rb") as file:
-        file.seek(end - 1)
-        return file.read(1) == b"\n"
-
-
 def serve(folders: list[Path], port: int) -> None:
     """Serve the page on loopback until Ctrl-C, with what runs write meanwhile.
 
@@ -350,26 +313,17 @@ def serve(folders: list[Path], port: int) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            address = urlsplit(self.path)
             host = self.headers.get("Host", "").rpartition(":")[0]
-            if host not in ("127.0.0.1", "localhost") or not address.path.startswith(f"/{token}/"):
+            if host not in ("127.0.0.1", "localhost") or not self.path.startswith(f"/{token}/"):
                 self.send_error(404)
                 return
             try:
-                if address.path == f"/{token}/news":
-                    asked = {name: values[0] for name, values in parse_qs(address.query).items()}
-                    self.answer(json.dumps(self.answer_news(asked)).encode(), "application/json")
+                if self.path == f"/{token}/state":
+                    self.answer(state_of(folders).encode(), "text/plain")
                 else:
-                    self.answer(page(folders, follows=True), "text/html; charset=utf-8")
-            except (SystemExit, KeyError, IndexError, ValueError, OSError) as error:
+                    self.answer(page(folders, state_of(folders)), "text/html; charset=utf-8")
+            except (SystemExit, OSError) as error:
                 self.send_error(503, explain=str(error))
-
-        def answer_news(self, asked: dict[str, str]) -> dict[str, Any]:
-            folder = folders[int(asked["run"])]
-            if asked.get("id", "") != run_id(folder):
-                return {"reload": True}
-            ends = {name: int(asked[name]) for name in ("metrics", "completions", "held_out")}
-            return written_since(folder, ends, int(asked["step"]))
 
         def answer(self, body: bytes, kind: str) -> None:
             self.send_response(200)

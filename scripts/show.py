@@ -137,33 +137,16 @@ def main(argv: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's output_dir")
-    parser.add_argument(
-        "--html",
-        type=Path,
-        nargs="?",
-        const=Path(),
-        metavar="FILE",
-        help="write a page that opens from the disk; default: run.html in the first run",
-    )
-    parser.add_argument(
-        "--serve",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="PORT",
-        help="serve the page on loopback, and follow runs that train",
-    )
-    parser.add_argument(
-        "--keep",
-        type=Path,
-        metavar="FOLDER",
-        help="write a small copy of a run there: its metrics, and samples of some steps",
-    )
+    text = "write a page that opens from the disk; default: run.html in the first run"
+    parser.add_argument("--html", type=Path, nargs="?", const=Path(), metavar="FILE", help=text)
+    text = "serve the page on loopback, and follow runs that train"
+    parser.add_argument("--serve", type=int, nargs="?", const=0, metavar="PORT", help=text)
+    text = "write a small copy of a run there: its metrics, and samples of some steps"
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help=text)
     parser.add_argument("--step", type=int, help="default: the last")
     parser.add_argument("--group", type=int)
-    parser.add_argument(
-        "--held-out", action="store_true", help="those of an evaluation, with all its problems"
-    )
+    text = "those of an evaluation, with all its problems"
+    parser.add_argument("--held-out", action="store_true", help=text)
     parser.add_argument("--set", metavar="NAME", help="one of several held-out sets")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", type=int, metavar="N")

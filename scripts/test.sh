@@ -21,7 +21,7 @@ else
     export CUDA_VISIBLE_DEVICES=
     make_environment cpu
 fi
-install dev -r requirements-dev.txt
+install dev -r requirements/dev.txt
 # Two workers, each with whole files, which share a server: much of a test is waiting for one to start.
 start - "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 wait "${groups[-1]}"

@@ -30,10 +30,10 @@ class Set:
     requirements: str
 
 
-LOCK = "requirements-cpu.txt"  # the only file with vLLM, which needs one exact torch
+LOCK = "requirements/cpu.txt"  # the only file with vLLM, which needs one exact torch
 SETS = {
-    "oldest": Set(sys.executable, "requirements-oldest.txt"),
-    "newest": Set(sys.executable, "requirements-newest.txt"),
+    "oldest": Set(sys.executable, "requirements/oldest.txt"),
+    "newest": Set(sys.executable, "requirements/newest.txt"),
     "python3.12": Set("python3.12", LOCK),
     "python3.13": Set("python3.13", LOCK),
 }
@@ -41,7 +41,7 @@ SETS = {
 
 def installations(versions: Set) -> list[list[str]]:
     """Arguments of pip, one list for each of its calls."""
-    dev = ["-r", "requirements-dev.txt"]
+    dev = ["-r", "requirements/dev.txt"]
     if versions.requirements != LOCK:
         return [["-r", versions.requirements, *dev]]
 
@@ -58,7 +58,7 @@ def make_environment(name: str, versions: Set, index: list[str]) -> Path:
     folder = ROOT / f".venv-{name}"
     python = folder / "bin" / "python"
     calls = installations(versions)
-    files = [versions.requirements, "requirements-dev.txt"]
+    files = [versions.requirements, "requirements/dev.txt"]
     wanted = json.dumps([calls, *((ROOT / file).read_text() for file in files)])
     stamp = folder / ".installed"
     if stamp.exists() and stamp.read_text() == wanted:

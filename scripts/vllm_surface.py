@@ -16,7 +16,6 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -61,82 +60,84 @@ OPTIONS = [
 ]  # fmt: skip
 
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
 # -- vLLM's sources --------------------------------------------------------------------------------
 
 
-@dataclass
-class Found:
-    """A definition in vLLM."""
-
-    kind: str  # class, function, value or module
-    arguments: str = ""  # of a function, or of a class's `__init__`
-
-
-@dataclass
 class Sources:
     """vLLM in a folder, read file by file; `folder` holds `vllm/`."""
 
-    folder: Path
-    _trees: dict[Path, ast.Module] = field(default_factory=dict)
+    def __init__(self, folder: Path):
+        self.folder = folder
 
-    def find(self, name: str) -> Found | None:
-        """Find a module, or what stands in one or in a class, by its dotted name."""
-        words = name.split(".")
-        for number in range(len(words), 0, -1):
-            path = self._path(words[:number])
-            if path:
-                return self._in_module(path, words[:number], words[number:])
-        return None
-
-    def _path(self, words: list[str]) -> Path | None:
-        """The file of a module."""
-        base = self.folder.joinpath(*words)
+    def path(self, name: str) -> Path | None:
+        """The file of a module; None where there is none."""
+        base = self.folder.joinpath(*name.split("."))
         for path in (base.with_suffix(".py"), base / "__init__.py"):
             if path.exists():
                 return path
         return None
 
-    def _tree(self, path: Path) -> ast.Module:
-        if path not in self._trees:
-            self._trees[path] = ast.parse(path.read_text())
-        return self._trees[path]
-
-    def _in_module(self, path: Path, module: list[str], rest: list[str]) -> Found | None:
-        if not rest:
-            return Found("module")
-        tree = self._tree(path)
-        for node in _statements(tree.body):
-            if isinstance(node, ast.ClassDef) and node.name == rest[0]:
-                return self._in_class(node, path, module, rest[1:])
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == rest[0]:
-                return Found("function", _arguments(node))
-            if rest[0] in _assigned(node):
-                return Found("value")
-            origin = _origin(node, rest[0], module, is_package=path.name == "__init__.py")
-            if origin:
-                return self.find(".".join([origin, *rest[1:]]))
-        lazy = f'"{rest[0]}"' in path.read_text()  # a module may give it by `__getattr__`
-        return Found("value") if lazy else None
-
-    def _in_class(
-        self, node: ast.ClassDef, path: Path, module: list[str], rest: list[str]
-    ) -> Found | None:
-        """A class, or a method of it or of its bases."""
-        own = {
-            child.name: child
-            for child in _statements(node.body)
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
-        if not rest:
-            return Found("class", _arguments(own["__init__"]) if "__init__" in own else "")
-        if rest[0] in own:
-            return Found("function", _arguments(own[rest[0]]))
-        for base in node.bases:
-            name = ast.unparse(base).partition("[")[0]
-            found = self._in_module(path, module, [*name.split("."), *rest])
-            if found:
-                return found
+    def find(self, name: str) -> str | None:
+        """The arguments of what has a dotted name, empty for what takes none; None where nothing has it."""
+        module, rest = name, list[str]()
+        while module:
+            path = self.path(module)
+            if path:
+                if not rest:
+                    return ""
+                found = self._find_in(_tree(path), rest, path)
+                is_lazy = (
+                    f'"{rest[0]}"' in path.read_text()
+                )  # a module may give it by `__getattr__`
+                return "" if found is None and is_lazy else found
+            module, _, last = module.rpartition(".")
+            rest = [last, *rest]
         return None
+
+    def _find_in(self, body: list[ast.stmt], rest: list[str], path: Path) -> str | None:
+        """As `find`, in the body of a module or of a class."""
+        first, *inner = rest
+        for node in _statements(body):
+            if isinstance(node, FUNCTIONS) and node.name == first:
+                return _arguments(node)
+            if isinstance(node, ast.ClassDef) and node.name == first:
+                return self._find_in_class(node, inner, path)
+            if first in _assigned(node):
+                return ""
+            origin = self._origin(node, first, path)
+            if origin:
+                return self.find(".".join([origin, *inner]))
+        return None
+
+    def _find_in_class(self, node: ast.ClassDef, inner: list[str], path: Path) -> str | None:
+        """As `find`: of a class itself, or of a method, which a base may have."""
+        found = self._find_in(node.body, inner or ["__init__"], path)
+        if not inner:
+            return found or ""
+        for base in node.bases:
+            if found is None:
+                name = ast.unparse(base).partition("[")[0]
+                found = self._find_in(_tree(path), [*name.split("."), *inner], path)
+        return found
+
+    def _origin(self, node: ast.stmt, name: str, path: Path) -> str:
+        """The dotted name of what a statement imports as `name`, or nothing."""
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            return ""
+        base = ""
+        if isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = path.parents[node.level - 1].relative_to(self.folder)
+                base = ".".join([*parent.parts, base]).rstrip(".")
+            if not base.startswith("vllm"):
+                return ""
+        for alias in node.names:
+            if (alias.asname or alias.name) == name:
+                return f"{base}.{alias.name}".lstrip(".")
+        return ""
 
     @cache  # noqa: B019  # as long as the script runs
     def text(self) -> str:
@@ -145,8 +146,10 @@ class Sources:
         paths = [path for name in folders for path in (self.folder / "vllm" / name).rglob("*.py")]
         return "\n".join(path.read_text() for path in paths)
 
-    def __hash__(self) -> int:
-        return hash(self.folder)
+
+@cache
+def _tree(path: Path) -> list[ast.stmt]:
+    return ast.parse(path.read_text()).body
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -164,24 +167,6 @@ def _assigned(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.AnnAssign):
         targets = [node.target]
     return {target.id for target in targets if isinstance(target, ast.Name)}
-
-
-def _origin(node: ast.stmt, name: str, module: list[str], is_package: bool) -> str:
-    """The dotted name of what a statement imports as `name`, or nothing."""
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            if (alias.asname or alias.name.partition(".")[0]) == name:
-                return alias.name if alias.asname else name
-    if isinstance(node, ast.ImportFrom):
-        base = node.module or ""
-        if node.level:
-            levels = node.level - is_package
-            parent = module[: len(module) - levels]
-            base = ".".join([*parent, *([node.module] if node.module else [])])
-        for alias in node.names:
-            if (alias.asname or alias.name) == name and base.startswith("vllm"):
-                return f"{base}.{alias.name}"
-    return ""
 
 
 def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -220,7 +205,7 @@ def touched() -> dict[tuple[str, ...], str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 modules = imported.get(node.value.id, ())
-                if any(_is_module(module) for module in modules):
+                if any(installed().path(module) for module in modules):
                     names = tuple(f"{module}.{node.attr}" for module in modules)
                     found.setdefault(names, f"{path.name}:{node.lineno}")
     for owner, methods in METHODS.items():
@@ -238,18 +223,10 @@ def installed() -> Sources:
     return Sources(Path(spec.origin).parent.parent)
 
 
-def _is_module(name: str) -> bool:
-    found = installed().find(name)
-    return bool(found and found.kind == "module")
-
-
-def _first(sources: Sources, names: tuple[str, ...]) -> Found | None:
-    """The first of some names that is there."""
-    for name in names:
-        found = sources.find(name)
-        if found:
-            return found
-    return None
+def _first(sources: Sources, names: tuple[str, ...]) -> str | None:
+    """The arguments of the first of some names that is there."""
+    found = [sources.find(name) for name in names]
+    return next((arguments for arguments in found if arguments is not None), None)
 
 
 def compare(here: Sources, there: Sources) -> list[tuple[str, str, str]]:
@@ -261,8 +238,8 @@ def compare(here: Sources, there: Sources) -> list[tuple[str, str, str]]:
         fault = ""
         if theirs is None:
             fault = "missing"
-        elif ours and ours.arguments != theirs.arguments:
-            fault = f"changed: ({theirs.arguments}), was ({ours.arguments})"
+        elif ours is not None and ours != theirs:
+            fault = f"changed: ({theirs}), was ({ours})"
         rows.append((" or ".join(names), place, fault))
     for word in OPTIONS:
         rows.append((word, "option", "" if word in there.text() else "missing"))

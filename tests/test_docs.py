@@ -12,7 +12,6 @@ import pytest
 import torch
 from documents import DOCUMENTS, README, TRANSLATION, blocks, cells, commands, inline, metrics, own
 from helpers import ROOT
-from picture import ONLY_WHERE_USED
 from test_readme import PLAIN_LOOP, TRAINING, make_clone
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -22,15 +21,21 @@ from rollouts.servers import server_urls
 ROOMS = ("rollouts", "training", "weights", "server")
 FOLDERS = (*ROOMS, "recipes", "scripts", "benchmarks")
 OPTIONS = {  # of the server, and of scripts: no fields
-    "gpu-memory-utilization", "max-model-len", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key", "remote",
+    "gpu-memory-utilization", "max-model-len", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key",
     "servers", "print", "doctor", "metrics", "enable-lora", "enable-sleep-mode", "any-vllm", "ssl-keyfile", "ssl-certfile", "versions", "sleep", "max-lora-rank", "served-model-name", "plan", "server_options", "keep", "html", "serve", "kv-cache-memory-bytes", "no-enforce-eager",
 }  # fmt: skip
+# Files that are imported only where a setting needs them, as docs/house.svg draws them.
+ONLY_WHERE_USED = set(
+    re.findall(
+        r' rare"/>\n<text [^>]*class="name">([\w.]+)<', (ROOT / "docs" / "house.svg").read_text()
+    )
+)
 # What documents name and no source of ours defines: other programs, their variables, routes, and names of examples.
 OUTSIDE = frozenset({
     "True", "torch", "distributed", "torchrun", "vllm", "serve", "ps", "wandb", "datasets", "from_pretrained",
     "GRPOTrainer", "GRPOConfig", "AsyncGRPOConfig", "actor", "actor_rollout_ref", "rollout", "clip_low", "clip_high",
     "clip_ratio_c", "CUDA_VISIBLE_DEVICES", "TRACKIO_DIR", "VLLM_MAX_IMAGE_PIXELS", "brevity", "own_loss", "MODEL", "OUTPUT", "PATH",
-    "pairs", "context", "answers", "metrics", "sbatch", "False", "WANDB_NAME", "nohup", "git", "apply",
+    "pairs", "context", "answers", "metrics", "sbatch", "False", "WANDB_NAME", "nohup", "git", "apply", "ssh",
 })  # fmt: skip
 
 

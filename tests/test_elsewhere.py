@@ -180,7 +180,7 @@ def test_the_clips_are_those_of_0_2():
 
 def test_defaults_are_trls():
     """All of GRPOConfig's own fields, and those of transformers that a run here has: equal, or a row that says why not."""
-    pytest.importorskip("trl", reason="of requirements-dev.txt")
+    pytest.importorskip("trl", reason="of requirements/dev.txt")
     from transformers import TrainingArguments
     from trl import GRPOConfig, ModelConfig
     from trl.experimental.async_grpo import AsyncGRPOConfig
@@ -209,7 +209,7 @@ def test_defaults_are_trls():
 
 
 def test_every_field_of_trls_is_a_field_or_has_an_answer():
-    pytest.importorskip("trl", reason="of requirements-dev.txt")
+    pytest.importorskip("trl", reason="of requirements/dev.txt")
     from transformers.trainer_utils import SchedulerType
     from trl import GRPOConfig
 
@@ -233,7 +233,7 @@ def keywords(source, name):
 
 
 def test_the_script_is_one_of_trls():
-    pytest.importorskip("trl", reason="of requirements-dev.txt")
+    pytest.importorskip("trl", reason="of requirements/dev.txt")
     import inspect
 
     from trl import GRPOConfig, GRPOTrainer

@@ -44,8 +44,8 @@ def pins(name):
 def test_the_locks_hold_what_is_asked_for():
     wanted, gpu, cpu = (
         pins("requirements.txt"),
-        pins("requirements-gpu.txt"),
-        pins("requirements-cpu.txt"),
+        pins("requirements/gpu.txt"),
+        pins("requirements/cpu.txt"),
     )
     assert wanted["vllm"] == VLLM_VERSIONS[0]
     assert wanted.items() <= gpu.items()
@@ -58,7 +58,7 @@ def test_the_locks_hold_what_is_asked_for():
 @pytest.mark.house
 def test_the_lock_of_the_other_vllm():
     """It differs from the first in vLLM, and in what that needs: a newer torch."""
-    wanted, lock = pins("requirements.txt"), pins("requirements-gpu-vllm-0.33.txt")
+    wanted, lock = pins("requirements.txt"), pins("requirements/gpu-vllm-0.33.txt")
     assert lock["vllm"] == VLLM_VERSIONS[1]
     assert wanted.keys() <= lock.keys()
     changed = {name for name in wanted if lock[name] != wanted[name]}
@@ -70,7 +70,7 @@ def test_the_lock_of_the_other_vllm():
 @pytest.mark.parametrize("name", ["oldest", "newest"])
 def test_sets_of_a_trainer(name):
     """Beside the versions that are tried they have what requirements.txt has."""
-    tried, wanted = pins(f"requirements-{name}.txt"), pins("requirements.txt")
+    tried, wanted = pins(f"requirements/{name}.txt"), pins("requirements.txt")
     del wanted["vllm"]
     chosen = {"torch", "transformers", "peft"}
     assert tried.keys() == wanted.keys() | {"torchvision"}
@@ -222,11 +222,11 @@ def test_an_old_driver_is_refused(shell):
 def test_each_machine_gets_its_set(shell):
     """With a GPU .venv has the GPU set, and the CPU suite an environment of its own."""
     for driver, kind, folder, lock in [
-        ("580.65.06", "gpu", ".venv", "requirements-gpu.txt"),
-        ("580.65.06", "cpu", ".venv-cpu", "requirements-cpu.txt"),
-        ("570.86.15", "cpu", ".venv-cpu", "requirements-cpu.txt"),
-        (None, "gpu", ".venv", "requirements-cpu.txt"),
-        (None, "cpu", ".venv", "requirements-cpu.txt"),
+        ("580.65.06", "gpu", ".venv", "requirements/gpu.txt"),
+        ("580.65.06", "cpu", ".venv-cpu", "requirements/cpu.txt"),
+        ("570.86.15", "cpu", ".venv-cpu", "requirements/cpu.txt"),
+        (None, "gpu", ".venv", "requirements/cpu.txt"),
+        (None, "cpu", ".venv", "requirements/cpu.txt"),
     ]:
         done = shell(driver, f"find_python() {{ echo true; }}; make_environment {kind}")
         assert re.search(rf"^{ROOT}/{re.escape(folder)} \w+ .*-r {lock}$", done.stdout, re.M), (
@@ -255,6 +255,7 @@ def test_the_suite_is_one_of_the_cpu(tmp_path, driver, words, folder, lock, visi
     """`scripts/test.sh` on machines with and without a GPU, with a stand-in for the environments' Pythons."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     (tmp_path / "requirements.txt").touch()
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     for name in (".venv/bin/python", ".venv-cpu/bin/python", "nvidia-smi"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('#!/bin/sh\necho "$0 [$CUDA_VISIBLE_DEVICES] $*"\n')
@@ -263,7 +264,7 @@ def test_the_suite_is_one_of_the_cpu(tmp_path, driver, words, folder, lock, visi
     env = {**ENV, "PATH": f"{tmp_path}:{ENV['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
     command = ["bash", tmp_path / "scripts" / "test.sh", *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert f"-r requirements-{lock}.txt" in done.stdout
+    assert f"-r requirements/{lock}.txt" in done.stdout
     ran = f"{tmp_path}/{folder}/bin/python [{visible}] -m pytest -n 2"
     assert done.stdout.splitlines()[-1].startswith(ran)
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import ENV, ROOT
 
-pytest.importorskip("trl", reason="of requirements-dev.txt")
+pytest.importorskip("trl", reason="of requirements/dev.txt")
 pytestmark = pytest.mark.server
 
 

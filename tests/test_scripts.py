@@ -164,7 +164,7 @@ def test_benchmarks_run_quickly(script, figure, tmp_path):
         capture_output=True,
     )
     result = json.loads((tmp_path / "out.json").read_text())
-    assert {"machine", "versions", "rows"} == set(result)
+    assert {"machine", "commit", "command", "versions", "rows"} == set(result)
     assert all(row[figure] > 0 for row in result["rows"])
 
 
@@ -184,26 +184,18 @@ def test_a_run_grows_nowhere(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_of_scale_runs_quickly(tmp_path):
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "scale.py"),
-        "--quick",
-        "--picture",
-        str(tmp_path / "out.svg"),
-    ]
-    command += ["--json", str(tmp_path / "out.json")]
+    path = tmp_path / "out.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--quick", "--json", path]
     subprocess.run(command, check=True, timeout=1200, env=ENV, capture_output=True)
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    rows = json.loads(path.read_text())["rows"]
     figures = {
         "tokens": "rank_0_us",
         "ranks": "deal_us",
         "servers": "sync_cpu_ms_each",
-        "rank0": "step_s",
+        "loading": "peak_of_checkpoint",
     }
-    figures["loading"] = "peak_of_checkpoint"
     assert {row["part"] for row in rows} == set(figures)
     assert all(row[figures[row["part"]]] > 0 for row in rows)
-    assert (tmp_path / "out.svg").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import termios
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import plot
@@ -393,24 +392,13 @@ def test_sparkline():
     assert plot.sparkline([5.0]) == plot.sparkline([5.0, 5.0])[0] == "▁"
 
 
-def test_info_remote_and_refusals(tmp_path, monkeypatch, capsys):
-    """`--remote` asks ssh for the file: here one that says what it was asked and runs it."""
+def test_info_and_refusals(tmp_path, capsys):
     folder = run(tmp_path, "a b")
     plot.main(["info", str(folder)])
     assert (
         "  eval/accuracy\n  eval/reward\n  num_tokens\n  reward\n  step" in capsys.readouterr().out
     )
-    (tmp_path / "bin").mkdir()
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.write_text(
-        '#!/bin/sh\n[ "$1" = me@host ] || { echo "ssh: no such host" >&2; exit 255; }\nexec sh -c "$2"\n'
-    )
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
-    plot.main([str(folder), "--remote", "me@host", "-o", str(tmp_path / "far.png")])
-    assert (tmp_path / "far.png").read_bytes().startswith(b"\x89PNG")
     for arguments, reason in (
-        (["--remote", "nowhere", str(folder)], "no such host"),
         ([str(tmp_path)], "metrics.jsonl is not there"),
         ([str(folder), "-v", "rewart"], "no run has rewart: did you mean reward?"),
         ([str(folder), "-o", "x"], None),
@@ -421,19 +409,6 @@ def test_info_remote_and_refusals(tmp_path, monkeypatch, capsys):
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(SystemExit, match="has no step yet"):
         plot.main([str(folder)])
-
-
-def test_the_home_of_another_machine(tmp_path, monkeypatch):
-    """ssh's shell expands the tilde, and sees a name with a space as one."""
-    asked = []
-
-    def ssh(command, **_):
-        asked.append(command[2])
-        return SimpleNamespace(returncode=0, stdout='{"step": 1, "kl": Infinity}\n', stderr="")
-
-    monkeypatch.setattr(plot.subprocess, "run", ssh)
-    assert plot.read_metrics(Path("~/my runs"), "host") == [{"step": 1, "kl": None}]
-    assert asked == ["cat ~/'my runs/metrics.jsonl'"]
 
 
 def test_accuracy_is_that_of_every_evaluation(tmp_path, capsys):

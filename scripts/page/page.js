@@ -6,8 +6,6 @@ const runs = data.runs;
 const COLOURS = ["#4477aa", "#ee6677", "#228833", "#aa7700", "#33a0c0", "#aa3377"];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 const PAGE = 130; // completions that are drawn before the button `more`
-const MOST_SAMPLES = 20000; // of a followed run, before the page loads itself anew
-const MOST_NEWS = 80e6; // or characters that were read of it
 const UNLIKELY = -2.3; // nats: below a tenth
 const VERY_UNLIKELY = -4.6; // below a hundredth
 
@@ -714,36 +712,19 @@ function fromAddress() {
 
 // -- A run that goes on ---------------------------------------------------------------------------
 
-async function follow(number) {
-  const run = runs[number];
-  const step = Math.max(-1, ...(run.metrics.step ?? []).slice(-1));
-  const answer = await fetch(`news?${new URLSearchParams({ run: number, id: run.id, step, ...run.ends })}`);
-  if (!answer.ok) return;
-  const body = await answer.text();
-  const news = JSON.parse(body);
-  run.read = (run.read ?? 0) + body.length;
-  if (news.reload || run.read > MOST_NEWS || run.samples.length > MOST_SAMPLES) return location.reload();
-  const known = run.metrics.step?.length ?? 0;
-  news.metrics.forEach((row, place) => {
-    for (const name of Object.keys(row)) run.metrics[name] ??= new Array(known + place).fill(null);
-    for (const [name, values] of Object.entries(run.metrics)) values.push(row[name] ?? null);
-  });
-  Object.assign(data.images, news.images);
-  run.samples.push(...news.completions);
-  run.heldOut.push(...news.held_out);
-  run.ends = news.ends;
-  if (!news.metrics.length && !news.completions.length && !news.held_out.length) return;
-  const atEnd = number === state.run && state.step === (run.steps.at(-1) ?? null) && state.open === null;
-  prepare(run);
-  if (atEnd) state.step = run.steps.at(-1) ?? null;
-  drawCurves();
-  if (!byId("controls").contains(document.activeElement)) drawControls();
-  if (atEnd && state.view === "step") drawList();
-}
+// The page loads itself anew when a run has written, while nobody reads a completion or fills in a field; a large one,
+// which takes long to load, less often.
+const WAIT = Math.max(3000, 20 * performance.now());
 
-async function followAll() {
-  for (const number of runs.keys()) await follow(number).catch(() => {}); // the server may be gone
-  setTimeout(followAll, 3000);
+async function follow() {
+  const answer = await fetch("state").catch(() => null); // the server may be gone
+  const isRead = state.open !== null || byId("controls").contains(document.activeElement) || document.hidden;
+  if (answer?.ok && !isRead && (await answer.text()) !== data.state) {
+    const isLast = state.step === (runs[state.run].steps.at(-1) ?? null);
+    if (isLast) history.replaceState(null, "", hash({ step: null }));
+    return location.reload();
+  }
+  setTimeout(follow, WAIT);
 }
 
 runs.forEach(prepare);
@@ -757,4 +738,4 @@ byId("help").append(
 );
 if (state.open !== null) byId(`sample-${state.open}`)?.scrollIntoView();
 window.addEventListener("hashchange", () => { fromAddress(); draw(); });
-if (data.follows) setTimeout(followAll, 3000);
+if (data.state) setTimeout(follow, WAIT);
