@@ -25,6 +25,13 @@ def _forks():
     return forks
 
 
+def digest_of(model):
+    """The hash of a model's weights."""
+    state = model.state_dict().items()
+    parts = [name.encode() + tensor.numpy().tobytes() for name, tensor in state]
+    return hashlib.sha256(b"".join(sorted(parts))).hexdigest()
+
+
 def _serve(model, pipe, fields):
     """A stand-in whose faults are told by messages `(path, turn, what happens)`."""
     import torch
@@ -54,9 +61,7 @@ def _serve(model, pipe, fields):
         while True:
             message = pipe.recv()
             if message == "digest":
-                state = fake.model.state_dict().items()
-                parts = [name.encode() + tensor.numpy().tobytes() for name, tensor in state]
-                pipe.send((fake.version, hashlib.sha256(b"".join(sorted(parts))).hexdigest()))
+                pipe.send((fake.version, digest_of(fake.model)))
             else:
                 faults[:] = [list(message)] if message else []
                 pipe.send(None)

@@ -142,3 +142,29 @@ def recipe(models, tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def stand_in(models):
+    """Starts stand-ins for servers, whose completions take about so many seconds."""
+    from fake_server import fake_server
+    from helpers import answer_in
+
+    with ExitStack() as stack:
+
+        def start(seconds=0.01, answer=None, **fields):
+            server = fake_server(models["untied"], answer or answer_in(seconds), **fields)
+            return stack.enter_context(server)
+
+        yield start
+
+
+@pytest.fixture
+def train_on(recipe):
+    """Trains `recipe` on servers, with other values of some fields."""
+    from helpers import flags
+
+    from config import parse_args
+    from train import main
+
+    return lambda *servers, **fields: main(parse_args([recipe(*servers), *flags(**fields)]))

@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PRELOAD = [
-    "vllm_server",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.qwen3",
-]
+PRELOAD = ["vllm_server", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3"]
 
 
 @cache
@@ -23,9 +19,8 @@ def _forks():
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(PRELOAD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "PYTHONPATH", str(ROOT)
-        )  # Python 3.11 does not tell it our sys.path before it imports
+        # Python 3.11 does not tell it our sys.path before it imports.
+        patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # read when torch is imported
         forkserver.ensure_running()
     return forks
@@ -43,9 +38,8 @@ def serve(argv, log, environment):
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["vllm_server.py", *argv]
-    fork = multiprocessing.get_context(
-        "fork"
-    )  # vLLM spawns on the CPU, and would import itself again
+    # vLLM spawns on the CPU, and would import itself again.
+    fork = multiprocessing.get_context("fork")
     setattr(multiprocessing, "get_context", lambda method=None: fork)  # noqa: B010
     vllm_server.main(argv)
 
@@ -64,6 +58,11 @@ class Forked:
 
     def poll(self):
         """Its exit code, None while it runs."""
+        return self.process.exitcode
+
+    @property
+    def returncode(self):
+        """The same; below 0 the signal that ended it."""
         return self.process.exitcode
 
     def wait(self, timeout):

@@ -5,6 +5,8 @@ import os
 import random
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from select import select
@@ -174,3 +176,113 @@ def read(folder, name):
     return [
         json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()
     ]
+
+
+def wait_until(condition, seconds=20):
+    """Look again and again until a condition holds; a test that waits for longer fails."""
+    deadline_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline_s, f"it did not come about in {seconds} s"
+        time.sleep(0.02)
+
+
+def printed_until(capsys, text, seconds=20):
+    """What is printed until a text is among it."""
+    printed = [""]
+
+    def is_there():
+        printed.append(capsys.readouterr().out)
+        return text in "".join(printed)
+
+    wait_until(is_there, seconds)
+    return "".join(printed)
+
+
+def living():
+    """Id, parent, session and command line of each process that has not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            stat = (folder / "stat").read_text().rpartition(")")[2]
+            state, parent, _, session = stat.split()[:4]
+            command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
+            if state != "Z":
+                found.append((int(folder.name), int(parent), int(session), command))
+    return found
+
+
+def processes_of(leader):
+    """Ids of a process, of those in its session, and of all their children."""
+    found = {leader}
+    while (
+        more := {
+            number
+            for number, parent, session, _ in living()
+            if parent in found or session == leader
+        }
+        - found
+    ):
+        found |= more
+    return found
+
+
+def have_ended(processes):
+    """Whether none of these ids is there any more."""
+    return not processes & {number for number, *_ in living()}
+
+
+def flags(**fields):
+    """Fields as words of a command line: `--save_steps 2 --use_fsdp true`."""
+    words = []
+    for name, value in fields.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        words += [f"--{name}", text]
+    return words
+
+
+def change(path, old, new):
+    """Write `new` in place of `old`, which a file must have."""
+    text = Path(path).read_text()
+    assert old in text
+    Path(path).write_text(text.replace(old, new))
+
+
+def start_train(num_ranks, *arguments, env=ENV, **options):
+    """A started `train.py`, alone or under torchrun, whose output can be read while it runs."""
+    command = [sys.executable]
+    if num_ranks > 1:
+        command += ["-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}"]
+        command += ["--master_port", str(free_port())]
+    command += [str(ROOT / "train.py"), *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        **options,
+    )  # fmt: skip
+
+
+def read_until(process, beginning):
+    """Read what a process prints, up to a line that begins so."""
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return
+    raise AssertionError(f"it ended without a line {beginning!r}")
+
+
+def request_times(server, path="/sample"):
+    """When a stand-in got its requests of a path, in seconds of the monotonic clock."""
+    return [seconds for name, seconds in server.log if name == path]
+
+
+def steps_of(folder):
+    """The steps of a run's metrics, as they stand there."""
+    return [row["step"] for row in read(folder, "metrics")]
+
+
+def trained_groups(folder):
+    """The numbers of the groups that a run trained, each once."""
+    return sorted({row["group"] for row in read(folder, "completions")})
+
+
+def checkpoints_of(folder):
+    """The names of a folder's checkpoints."""
+    return sorted(path.name for path in folder.glob("checkpoint-*"))

@@ -2,7 +2,7 @@
 
 Reads runs from stdin, one JSON line each, [num_ranks, port, argv, environment, folder, stdout, stderr]; answers each
 with a line, the exit code: 0, or 1 where a rank failed, in which case the others are ended, as torchrun does it. With 0
-ranks it is one process without the variables of a rank.
+ranks it is one process without the variables of a rank, and its own exit code (1 for a signal).
 """
 
 import json
@@ -29,17 +29,14 @@ def become(rank, num_ranks, port, argv, environment, folder, *outputs):
     """Run the script as this rank; does not return."""
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
-    place = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": num_ranks,
-    }
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.clear()
     os.environ.update(environment)
     if num_ranks:
-        os.environ.update({name: str(value) for name, value in (place | where).items()})
+        for name in ("RANK", "LOCAL_RANK"):
+            os.environ[name] = str(rank)
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ[name] = str(num_ranks)
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     os.chdir(folder)
     sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
     runpy.run_path(argv[0], run_name="__main__")
@@ -65,7 +62,8 @@ def main():
             pid, status = os.waitpid(-1, os.WNOHANG)
             ranks.discard(pid)
             if pid and status:
-                code, failed_s = 1, failed_s or time.monotonic()
+                code = 1 if num_ranks else max(1, os.waitstatus_to_exitcode(status))
+                failed_s = failed_s or time.monotonic()
                 end(ranks, signal.SIGTERM)
             if failed_s and time.monotonic() > failed_s + 10:
                 end(ranks, signal.SIGKILL)

@@ -22,11 +22,6 @@ async def in_one_loop():
     return first_loop[0] is first_loop[-1]
 
 
-async def later(a):
-    await asyncio.sleep(0.01)
-    return a
-
-
 def fails():
     raise KeyError("gold")
 

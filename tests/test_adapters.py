@@ -1,40 +1,34 @@
 """LoRA without merging: servers that were started with `--enable-lora`, and take the adapter alone."""
 
-import json
-import os
 import re
-import time
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import test_images as images
 import torch
-import torch.distributed as dist
-from helpers import on_ranks, server
+from helpers import have_ended, processes_of, server, wait_until
 from launch import end_all
 from test_server import (
-    bits,
     check_an_update_in_flight,
+    check_syncs,
     disturb,
     make_config,
     make_policy,
     mismatch,
-    processes_of,
-    survivors,
+    two_workers,
 )
 
 from rollouts.rollouts import Rollouts
 from training.model import build_policy, share_prefixes
 from utils import process_group
 from vllm_client import ServerError, ServerLost
-from weights.publish import adapter_weights, unwrap
+from weights.publish import adapter_weights
 
 LORA = ("--enable-lora", "--max-lora-rank", "8")
 KINDS = [
-    {"use_fsdp": use_fsdp, "lora_target_modules": targets}
+    {"use_peft": True, "lora_rank": 4, "use_fsdp": use_fsdp, "lora_target_modules": targets}
     for use_fsdp in (False, True)
     for targets in (None, ["q_proj", "lm_head", "embed_tokens"])
 ]
@@ -52,59 +46,20 @@ def url(models, tmp_path_factory):
 
 
 @contextmanager
-def published(config, device, seeds=(1,)):
-    """Rollouts and a policy whose adapter was moved and sent once for each seed."""
+def published(config, device, num_updates=1):
+    """Rollouts and a policy whose adapter was moved and sent so many times."""
     with closing(Rollouts(config, device)) as rollouts:
         policy = make_policy(config, device)
         rollouts.publish(policy, 0)
-        for version, seed in enumerate(seeds, 1):
-            disturb(policy, seed)
+        for version in range(1, num_updates + 1):
+            disturb(policy, version)
             rollouts.publish(policy, version)
         yield rollouts, policy
 
 
-def sync_main(model, url, folder):
-    """On every rank: policies with adapters, two updates each; rank 0 writes what it saw."""
-    seen = []
-    with process_group(120) as device:
-        for number, kind in enumerate(KINDS):
-            config = lora_config(model, url, temperature=0.8, **kind)
-            seeds = (10 * number, 10 * number + 1)
-            with published(config, device, seeds) as (rollouts, policy):
-                before = bits(policy)
-                rollouts.publish(policy, 3)
-                same = all(torch.equal(before[name], after) for name, after in bits(policy).items())
-                apart, versions = mismatch(policy, rollouts, config, device)
-                seen.append({"mismatch": apart, "versions": versions, "bit_identical": same})
-        if dist.get_rank() == 0:
-            (Path(folder) / "seen.json").write_text(json.dumps(seen))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_adapters_of_every_kind_of_policy(models, url, tmp_path, num_ranks):
-    """The server applies what peft applies, to rounding (1e-6 nats in the mean), after each update."""
-    on_ranks(num_ranks, tmp_path, "test_adapters.sync_main", models["untied"], url, tmp_path)
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    for kind, found in zip(KINDS, seen, strict=True):
-        assert found["mismatch"] <= 2e-5, kind
-        assert found["versions"] == [3], kind
-        assert found["bit_identical"], kind
-
-
-def test_what_travels(models):
-    """A and s·B of each target, by peft's names, and nothing else."""
-    config = lora_config(models["untied"], "http://x", lora_alpha=12)
-    with process_group(60) as device:
-        policy = make_policy(config, device)
-        disturb(policy, 1)
-        sent = dict(adapter_weights(policy))
-        from peft import get_peft_model_state_dict
-
-        saved = get_peft_model_state_dict(unwrap(policy))
-    assert sent.keys() == saved.keys()
-    for name, tensor in saved.items():
-        scale = 12 / 4 if ".lora_B." in name else 1
-        torch.testing.assert_close(sent[name], scale * tensor)
+def test_adapters_of_every_kind_of_policy(models, url, tmp_path):
+    """The server applies what peft applies, with its scale, to rounding, after each update."""
+    check_syncs(2, models["untied"], url, tmp_path, KINDS)
 
 
 def test_updates_in_flight(models, url):
@@ -114,9 +69,7 @@ def test_updates_in_flight(models, url):
 @pytest.mark.server
 def test_tensor_parallel_workers(models, tmp_path):
     """Each has its shard of the adapter."""
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if len(os.sched_getaffinity(0)) > 1 else {}
-    options = (*LORA, "--tensor-parallel-size", "2")
-    with server(models["untied"], tmp_path / "log", *options, env=env) as started:
+    with two_workers(models["untied"], tmp_path / "log", *LORA) as started:
         config = lora_config(models["untied"], started.wait())
         with process_group(120) as device, published(config, device) as (rollouts, policy):
             assert mismatch(policy, rollouts, config, device)[0] <= 2e-5
@@ -132,65 +85,53 @@ def test_a_server_that_comes_back(models, tmp_path, monkeypatch):
             (lost,) = rollouts.pool.servers
             processes = processes_of(first.process.pid)
             end_all([first.process])
-            assert not survivors(processes)  # its engine, forked here, has the port, too
+            wait_until(lambda: have_ended(processes))  # its engine, forked here, has the port, too
             rollouts.pool.lose(lost, ServerLost("it was ended"))
             port = str(urlsplit(first.url).port)
             with server(models["untied"], tmp_path / "second", *LORA, "--port", port):
-                deadline_s = time.monotonic() + 120
-                while not rollouts.pool.returned and time.monotonic() < deadline_s:
-                    time.sleep(0.1)
+                wait_until(lambda: rollouts.pool.returned, 120)
                 rollouts.proofs.prove(rollouts._send(only_returned=True))
                 assert rollouts.pool.serving == [lost]
                 assert mismatch(policy, rollouts, config, device)[0] <= 2e-5
 
 
+ALONE = "takes adapters alone: start it without --enable-lora, or set use_peft"
+RANK = "takes adapters of rank 8 at most: give it --enable-lora --max-lora-rank 16"
+OTHERS = "differs from others in --enable-lora: give it to all, or to none"
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("others", "fields", "message"),
     [
-        (
-            {"use_peft": False, "lora_rank": 16},
-            "takes adapters alone: start it without --enable-lora, or set use_peft",
-        ),
-        (
-            {"lora_rank": 9},
-            "takes adapters of rank 8 at most: give it --enable-lora --max-lora-rank 16",
-        ),
+        ([], {"use_peft": False, "lora_rank": 16}, ALONE),
+        ([], {"lora_rank": 9}, RANK),
+        (["untied"], {}, OTHERS),
     ],
 )
-def test_servers_that_do_not_fit_are_refused(models, url, fields, message):
+def test_servers_that_do_not_fit_are_refused(models, url, servers, others, fields, message):
+    urls = [*(servers[kind] for kind in others), url]
+    config = lora_config(models["untied"], url, vllm_urls=urls, **fields)
     said = f"^{re.escape(url)} {message}$"
-    with process_group(60) as device, pytest.raises(ServerError, match=said):
-        Rollouts(lora_config(models["untied"], url, **fields), device)
-
-
-def test_servers_of_two_kinds_are_refused(models, url, servers):
-    """One stream of weights goes to all."""
-    config = lora_config(models["untied"], url, vllm_urls=[servers["untied"], url])
-    said = f"{url} differs from others in --enable-lora: give it to all, or to none"
     with process_group(60) as device, pytest.raises(ServerError, match=said):
         Rollouts(config, device)
 
 
 def test_another_base_is_noticed(models, url):
     """The probe proves the weights that do not travel."""
+    said = "its log-probs differ from the trainer's by .* or has another base under"
     config = lora_config(models["untied"], url)
-    with process_group(120) as device:
-        rollouts = Rollouts(config, device)
+    with process_group(120) as device, closing(Rollouts(config, device)) as rollouts:
         policy = make_policy(config, device)
         with torch.no_grad():
             policy.get_submodule("base_model.model.model.norm").weight.mul_(2)
-        with pytest.raises(
-            ServerError,
-            match="its log-probs differ from the trainer's by .* or has another base under",
-        ):
+        with pytest.raises(ServerError, match=said):
             rollouts.publish(policy, 0)
-        rollouts.close()
 
 
 def test_adapters_without_a_place_are_refused(models, url):
     """vLLM would leave them out, and say nothing."""
     config = lora_config(models["untied"], url)
-    with process_group(120) as device, published(config, device, ()) as (rollouts, policy):
+    with process_group(120) as device, published(config, device, 0) as (rollouts, policy):
         sent = dict(adapter_weights(policy))
         odd = {name.replace("self_attn", "attention"): tensor for name, tensor in sent.items()}
         rollouts.pool.update_weights(odd.items(), 1)
@@ -222,10 +163,9 @@ def test_adapters_below_a_vision_tower(vlm, vlm_url):
 
 def test_adapters_of_a_vision_tower_are_refused(vlm, vlm_url):
     """By the name of the first, at the first sync."""
+    said = "took no weights.*no place for the adapters of .* such as visual"
     config = images.make_config(vlm, vlm_url, use_peft=True, lora_rank=4)
     with process_group(120) as device, closing(Rollouts(config, device)) as rollouts:
         policy = build_policy(config, device, rollouts.example)
-        with pytest.raises(
-            ServerError, match="took no weights.*no place for the adapters of .* such as visual"
-        ):
+        with pytest.raises(ServerError, match=said):
             rollouts.publish(policy, 0)

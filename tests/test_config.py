@@ -8,12 +8,10 @@ import pickle
 import re
 import subprocess
 import sys
-from typing import get_args, get_type_hints
 
 import cloudpickle
 import pytest
 from helpers import ENV, ROOT
-from pydantic import TypeAdapter
 
 import config as config_module
 from config import (
@@ -29,194 +27,123 @@ from config import (
 MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exists"]
 
 
+def make(**fields):
+    needed = {"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"]}
+    return TrainConfig(**needed | fields)
+
+
 @pytest.mark.parametrize(
     ("words", "field", "value"),
     [
-        (["--bf16", "true"], "bf16", True),
-        (["--bf16=False"], "bf16", False),
-        (["--top_k", "none"], "top_k", None),
-        (["--top_k", "20"], "top_k", 20),
-        (["--learning_rate", "3e-4"], "learning_rate", 3e-4),
-        (["--epsilon_high", "1"], "epsilon_high", 1.0),
-        (["--stop", "a,b"], "stop", ["a", "b"]),
-        (["--stop", '["a,b"]'], "stop", ["a,b"]),
-        (["--stop", "None"], "stop", None),
-        (
-            ["--lora_target_modules", "q_proj,v_proj", "--use_peft", "true"],
-            "lora_target_modules",
-            ["q_proj", "v_proj"],
-        ),
-        (["--vllm_urls", "http://a:1,http://b:2"], "vllm_urls", ["http://a:1", "http://b:2"]),
-        (["--reward_weights", "0.5"], "reward_weights", [0.5]),
-        (["--sampling_params", '{"seed": 3}'], "sampling_params", {"seed": 3}),
-        (["--output-dir", "x"], "output_dir", "x"),
-        (["--loss_type", "cispo"], "loss_type", "cispo"),
-        (["--model_id", "123"], "model_id", "123"),
-        (["--model_id", "none"], "model_id", "none"),
-        (["--scale_rewards", "none"], "scale_rewards", "none"),
-        (["--reward_weights=-.5"], "reward_weights", [-0.5]),
-        (["--failed_reward", "-1"], "failed_reward", -1.0),
-        (["--stop", "3"], "stop", ["3"]),
-        (["--wandb-project=--a-b=c", "--use_wandb", "true"], "wandb_project", "--a-b=c"),
-        (["--reward-funcs", '["os.path.isfile"]'], "reward_funcs", [os.path.isfile]),
-        (["--collate_fn", "os.path.isfile"], "collate_fn", os.path.isfile),
-        (["--collate_fn", "none"], "collate_fn", None),
-        (["--batch_size", "3", "--batch_size", "4"], "batch_size", 4),
+        ("--bf16 true", "bf16", True),
+        ("--bf16=False", "bf16", False),
+        ("--top_k none", "top_k", None),
+        ("--stop a,b", "stop", ["a", "b"]),
+        ('--stop ["a,b"]', "stop", ["a,b"]),
+        ("--stop None", "stop", None),
+        ("--stop 3", "stop", ["3"]),
+        ("--reward_weights=-.5", "reward_weights", [-0.5]),
+        ('--sampling_params {"seed":3}', "sampling_params", {"seed": 3}),
+        ("--output-dir x", "output_dir", "x"),
+        ("--model_id 123", "model_id", "123"),
+        ("--model_id none", "model_id", "none"),
+        ("--scale_rewards none", "scale_rewards", "none"),
+        ("--failed_reward -1", "failed_reward", -1.0),
+        ("--wandb-project=--a-b=c --use_wandb true", "wandb_project", "--a-b=c"),
+        ('--reward-funcs ["os.path.isfile"]', "reward_funcs", [os.path.isfile]),
+        ("--collate_fn os.path.isfile", "collate_fn", os.path.isfile),
+        ("--collate_fn none", "collate_fn", None),
+        ("--batch_size 3 --batch_size 4", "batch_size", 4),
+        ('--chat_template_kwargs {"a":false}', "chat_template_kwargs", {"a": False}),
+        ('--eval_dataset_id {"a":"x.jsonl"}', "eval_dataset_id", {"a": "x.jsonl"}),
     ],
 )
 def test_overrides(words, field, value):
-    assert getattr(parse_args(MUST + words), field) == value
+    assert getattr(parse_args(MUST + words.split()), field) == value
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--lerning_rate", "1"], "unknown field lerning_rate: did you mean learning_rate?"),
-        (
-            ["--lerning_rate", "1", "--batch_sise=2"],
-            "unknown field batch_sise: did you mean batch_size? --help lists them all; unknown field lerning_rate: did",
-        ),
-        (["--bf16", "3"], "bf16='3': Input should be a valid boolean"),
-        (["--batch_size", "2.5"], "batch_size='2.5': Input should be a valid integer"),
-        (["--loss_type", "ppo"], "loss_type='ppo': Input should be 'grpo', "),
-        (
-            ["--num_generations", "1"],
-            "num_generations='1': Input should be greater than or equal to 2",
-        ),
-        (
-            ["--sampling_params", "{"],
-            "sampling_params='{': Input should be a valid dictionary",
-        ),
-        (["--sampling_params", '{"n": 3}'], "sampling_params may not set n"),
-        (
-            ["--batch_size", "9", "--num_minibatches", "2"],
-            "batch_size must be a multiple of num_minibatches",
-        ),
-        (["--epsilon", "nan"], "epsilon='nan': Input should be a finite number"),
-        (
-            ["--temperature", "0"],
-            "temperature='0': Input should be greater than or equal to 0.01",
-        ),
-        (["--delta", "1.1"], "delta must exceed 1 + epsilon_high"),
-        (["--fsdp_bf16", "true"], "fsdp_bf16 has no effect with use_fsdp=False"),
-        (
-            ["--stale_policy", "drop"],
-            "unknown field stale_policy: it is gone, as groups train in their order",
-        ),
-        (["--lora_rank", "8"], "no effect with use_peft=False"),
-        (["--reward_weights", "1,2"], "reward_weights must be as many as reward_funcs"),
-        (
-            ["--max_staleness", "-1"],
-            "max_staleness='-1': Input should be greater than or equal to 0",
-        ),
-        (
-            ["--max_staleness", "0", "--inflight_updates", "false"],
-            "inflight_updates has no effect with max_staleness=0",
-        ),
-        (["--max_dropped_batches", "3"], "unknown field max_dropped_batches: it is 10"),
-        (
-            ["--old_logprobs", "sampler", "--off_policy_correction", "mask"],
-            "no effect with old_logprobs=sampler",
-        ),
-        (
-            ["--off_policy_correction", "none", "--correction_cap", "3"],
-            "correction_cap has no effect with off_policy_correction=none",
-        ),
-        (
-            ["--correction_floor", "0.1"],
-            "correction_floor has no effect with off_policy_correction=truncate",
-        ),
-        (
-            ["--log_completions_steps", "5", "--logged_groups", "0"],
-            "log_completions_steps has no effect with logged_groups=0",
-        ),
-        (
-            ["--log_completions_steps", "5"],
-            "log_completions_steps has no effect with use_wandb=False and use_trackio=False",
-        ),
-        (["--push_to_hub", "true"], "push_to_hub needs hub_repo_id"),
-        (["--eval_steps", "5"], "eval_steps has no effect with eval_dataset_id=None"),
-        (["--vllm_urls", "localhost:8000"], "give http://host:port, or @file"),
-        (["--vllm_urls", "http://[1"], "give http://host:port, or @file"),
-        (["--vllm_urls", "http://a:port"], "give http://host:port, or @file"),
-        (["--vllm_urls", "http://user:token@a:1"], "give http://host:port, or @file"),
-        (["--vllm_urls", "http://a:1/v1"], "give http://host:port, or @file"),
-        (
-            ["--lora_target_modules", "[]", "--use_peft", "true"],
-            "lora_target_modules=[]: List should have at least 1 item",
-        ),
-        (["--sync_timeout", "0"], "sync_timeout='0': Input should be greater than 0"),
-        (["--learning_rate", "inf"], "learning_rate='inf': Input should be a finite number"),
-        (
-            ["--reward_funcs", "os.path.nothing"],
-            "Invalid python path: No module named 'os.path.nothing'",
-        ),
-        (
-            ["--reward_funcs", "no_such_module.f"],
-            "Invalid python path: No module named 'no_such_module'",
-        ),
-        (["--reward_funcs", "..f"], "Invalid python path: No module named 'f'"),
-        (["--wandb_project", "x"], "wandb_project has no effect with use_wandb=False"),
-        (["--hub_private", "false"], "hub_private has no effect with push_to_hub=False"),
-        (["--max_steps", "3", "--num_epochs", "2"], "num_epochs has no effect beside max_steps"),
-        (
-            ["--reference_decay", "0.5"],
-            "reference_decay has no effect with beta=0.0 and loss_fn=None",
-        ),
-        (
-            ["--beta", "0.1", "--reference_steps", "2"],
-            "reference_steps has no effect with reference_decay=None",
-        ),
-        (
-            ["--beta", "0.1", "--reference_decay", "0.5", "--dtype", "bfloat16"],
-            "reference_decay: an average in bfloat16 rounds its steps away",
-        ),
-        (["--dataset_id", "{}"], "dataset_id={}: "),
-        (["--dataset_id", '{"": "x.jsonl"}'], "dataset_id"),
-        (
-            ["--beta", "0.1", "--reference_decay", "0.5", "--reference_id", "m"],
-            "the reference is a part, or reference_id, or moves by reference_decay: leave one",
-        ),
-        (["--dataset_split", "test"], "unknown field dataset_split: give dataset_id=name:subset"),
-        (["--stray", "1"], "unknown field stray"),
-        (["--stop", "[1"], "stop='[1': Input should be a valid list"),
-        (
-            ["--seed", "3", "batch_size", "4"],
-            "batch_size: give --field value",
-        ),
-        (["--model", "m"], "unknown field model: did you mean model_id?"),
-        (["--top_k", "0"], "top_k='0': Input should be greater than 0"),
-        (
-            ["--warmup_ratio", "1.5"],
-            "warmup_ratio='1.5': Input should be less than or equal to 1",
-        ),
-        (
-            ["--lr_scheduler", "x"],
-            "Input should be 'constant', 'linear' or 'cosine'",
-        ),
-        (["--batch_size", "0"], "batch_size='0': Input should be greater than 0"),
-        (
-            ["--max_completion_len", "512", "--max_tokens_per_gpu", "512"],
-            "max_tokens_per_gpu must exceed max_completion_len",
-        ),
-        (
-            ["--off_policy_correction", "mask", "--correction_floor", "3"],
-            "correction_floor must be below",
-        ),
-        (["--reward_funcs", "os.path.exists,os.path.exists"], "each needs a __name__ of its own"),
-        (["--reward_funcs", "os.path"], "Input should be callable"),
-        (["--epsilon", "1"], "epsilon must be below 1, but for loss_type=cispo"),
-        (["--kl_gradient", "forward"], "kl_gradient has no effect with beta=0.0"),
-        (
-            ["--advantage_fn", "os.path.exists", "--scale_rewards", "none"],
-            "scale_rewards has no effect with advantage",
-        ),
-        (["--loss_type", "cispo", "--delta", "4"], "delta has no effect with loss_type=cispo"),
-    ],
-)
+NO_EFFECT = [  # what is set, and "... has no effect with" what
+    ("--lora_rank 8", "lora_rank", "use_peft=False"),
+    ("--fsdp_bf16 true", "fsdp_bf16", "use_fsdp=False"),
+    ("--hub_private false", "hub_private", "push_to_hub=False"),
+    ("--eval_steps 5", "eval_steps", "eval_dataset_id=None"),
+    ("--eval_dataset_id x --eval_generations 3", "eval_generations", "eval_temperature=0.0"),
+    ("--log_completions_steps 5 --logged_groups 0", "log_completions_steps", "logged_groups=0"),
+    ("--log_completions_steps 5", "log_completions_steps", "use_wandb=False and use_trackio=False"),
+    ("--wandb_project x", "wandb_project", "use_wandb=False"),
+    ("--max_staleness 0 --inflight_updates false", "inflight_updates", "max_staleness=0"),
+    ("--old_logprobs sampler --correction_cap 3", "correction_cap", "old_logprobs=sampler"),
+    (
+        "--off_policy_correction none --correction_cap 3",
+        "correction_cap",
+        "off_policy_correction=none",
+    ),
+    ("--correction_floor 0.1", "correction_floor", "off_policy_correction=truncate"),
+    ("--kl_gradient forward", "kl_gradient", "beta=0.0"),
+    ("--reference_id x", "reference_id", "beta=0.0 and loss_fn=None"),
+    ("--reference_decay 0.5", "reference_decay", "beta=0.0 and loss_fn=None"),
+    ("--beta 0.1 --reference_steps 2", "reference_steps", "reference_decay=None"),
+    ("--loss_type cispo --delta 4", "delta", "loss_type=cispo"),
+    ("--advantage_fn os.path.exists --scale_rewards none", "scale_rewards", "advantage_fn"),
+]
+REFUSED = [
+    ("--lerning_rate 1", "unknown field lerning_rate: did you mean learning_rate?"),
+    ("--model m", "unknown field model: did you mean model_id?"),
+    ("--bf16 3", "bf16='3': Input should be a valid boolean"),
+    ("--batch_size 2.5", "batch_size='2.5': Input should be a valid integer"),
+    ("--batch_size 0", "batch_size='0': Input should be greater than 0"),
+    ("--num_generations 1", "num_generations='1': Input should be greater than or equal to 2"),
+    ("--temperature 0", "temperature='0': Input should be greater than or equal to 0.01"),
+    ("--warmup_ratio 1.5", "warmup_ratio='1.5': Input should be less than or equal to 1"),
+    ("--max_staleness -1", "max_staleness='-1': Input should be greater than or equal to 0"),
+    ("--sync_timeout 0", "sync_timeout='0': Input should be greater than 0"),
+    ("--epsilon nan", "epsilon='nan': Input should be a finite number"),
+    ("--loss_type ppo", "loss_type='ppo': Input should be 'grpo', "),
+    ("--sampling_params {", "sampling_params='{': Input should be a valid dictionary"),
+    ('--sampling_params {"n":3}', "sampling_params may not set n"),
+    ("--stop [1", "stop='[1': Input should be a valid list"),
+    ("--stop []", "stop=[]: List should have at least 1 item"),
+    ("--dataset_id {}", "dataset_id={}: "),
+    ('--dataset_id {"":"x.jsonl"}', "dataset_id"),
+    ("--stop", "--stop: give --field value, or --field=value where the value begins with --"),
+    ("--output_dir --use_peft true", "--output_dir: give --field value, or --field=value where"),
+    ("--seed 3 batch_size 4", "batch_size: give --field value"),
+    ("--vllm_urls localhost:8000", "give http://host:port, or @file"),
+    ("--vllm_urls http://[1", "give http://host:port, or @file"),
+    ("--vllm_urls http://a:port", "give http://host:port, or @file"),
+    ("--vllm_urls http://user:token@a:1", "give http://host:port, or @file"),
+    ("--vllm_urls http://a:1/v1", "give http://host:port, or @file"),
+    ("--reward_funcs os.path.nothing", "Invalid python path: No module named 'os.path.nothing'"),
+    ("--reward_funcs ..f", "Invalid python path: No module named 'f'"),
+    ("--reward_funcs os.path", "Input should be callable"),
+    ("--reward_funcs os.path.exists,os.path.exists", "each needs a __name__ of its own"),
+    ("--reward_weights 1,2", "reward_weights must be as many as reward_funcs"),
+    ("--batch_size 9 --num_minibatches 2", "batch_size must be a multiple of num_minibatches"),
+    (
+        "--max_completion_len 512 --max_tokens_per_gpu 512",
+        "max_tokens_per_gpu must exceed max_completion_len",
+    ),
+    ("--off_policy_correction mask --correction_floor 3", "correction_floor must be below"),
+    ("--epsilon 1", "epsilon must be below 1, but for loss_type=cispo"),
+    ("--delta 1.1", "delta must exceed 1 + epsilon_high"),
+    ("--push_to_hub true", "push_to_hub needs hub_repo_id"),
+    ("--max_steps 3 --num_epochs 2", "num_epochs has no effect beside max_steps"),
+    (
+        "--beta 0.1 --reference_decay 0.5 --dtype bfloat16",
+        "reference_decay: an average in bfloat16 rounds its steps away",
+    ),
+    (
+        "--beta 0.1 --reference_decay 0.5 --reference_id m",
+        "the reference is a part, or reference_id, or moves by reference_decay: leave one",
+    ),
+    *((words, f"{field} has no effect with {other}") for words, field, other in NO_EFFECT),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED)
 def test_refusals(words, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        parse_args(MUST + words)
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        parse_args(MUST + words.split())
     assert "\n" not in str(caught.value)
 
 
@@ -255,13 +182,8 @@ def test_recipe_and_its_own_functions(write):
     saved = json.loads(json.dumps(to_json(config)))
     assert saved["reward_funcs"] == ["own_functions.other", "genericpath.exists"]
     assert set(saved) == {f.name for f in dataclasses.fields(TrainConfig)}
-    assert set(changed_fields(config)) == {
-        "model_id",
-        "dataset_id",
-        "reward_funcs",
-        "learning_rate",
-        "beta",
-    }
+    needed = {"model_id", "dataset_id", "reward_funcs"}
+    assert changed_fields(config) == {*needed, "learning_rate", "beta"}
 
 
 @pytest.mark.parametrize(
@@ -269,8 +191,6 @@ def test_recipe_and_its_own_functions(write):
     [
         (RECIPE % ", lerning_rate=1", "unknown field lerning_rate: did you mean learning_rate"),
         (RECIPE.replace('model_id="m", ', "") % "", r"model_id=None: Field required"),
-        (RECIPE % ", batch_size=0", "batch_size=0: Input should be greater"),
-        (RECIPE % ", batch_size=True", "batch_size=True: Input should be a valid integer"),
         ("import no_such_module", "bad_recipe.py: No module named 'no_such_module'"),
         ("def f(:", "bad_recipe.py: invalid syntax"),
         ("config = 3", "defines no `config = TrainConfig"),
@@ -300,10 +220,8 @@ def test_recipes_are_importable_modules(write):
     assert load_recipe(str(ROOT / "recipes" / "math.py")).__name__ == "recipes.math"
     assert load_recipe(write("runs/first/sums.py", RECIPE % "")).__name__ == "sums"
     write("recipes/beside.py", "")
-    write(
-        "recipes/mine.py",
-        "from recipes.rewards import exact_match as ours\nimport beside\n" + RECIPE % "",
-    )
+    imports = "from recipes.rewards import exact_match as ours\nimport beside\n"
+    write("recipes/mine.py", imports + RECIPE % "")
     assert load_recipe("recipes/mine.py").__name__ == "mine"
     assert load_recipe(write("v1.5/dotted_folder.py", RECIPE % "")).__name__ == "dotted_folder"
     assert load_recipe(write("sums-2.py", RECIPE % "")).__name__ == "sums-2"
@@ -316,51 +234,46 @@ def test_recipes_are_importable_modules(write):
     assert done.stdout.startswith(b"[<function mine")
 
 
-@pytest.mark.parametrize(
-    "name", ["json.py", "math.py", "config.py", "v1.5.py", "recipe.txt", "tqdm.py"]
-)
-def test_a_recipe_hides_no_other_module(write, name):
-    path = write(name, RECIPE % "")
-    with pytest.raises(
-        UserError, match="rename it|no such file, or none named NAME.py without further dots"
-    ) as caught:
-        load_recipe(path)
-    assert "\n" not in str(caught.value)
-    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]\nimport config\ntry: config.load_recipe({path!r})\n"
-    code += "except config.UserError: import decimal, json, math, tqdm; print(json.__file__, tqdm.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=ENV, check=True
-    )
-    assert "json" in done.stdout, "the recipe was loaded"
-    assert os.path.dirname(path) not in done.stdout
+HIDING = ["json.py", "math.py", "config.py", "v1.5.py", "recipe.txt", "tqdm.py"]
+LOADS_ALL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import config
+for path in sys.argv[2:]:
+    try:
+        config.load_recipe(path)
+    except config.UserError as error:
+        print(error)
+import decimal, json, math, tqdm
+print(json.__file__, tqdm.__file__)
+"""
+
+
+def test_a_recipe_hides_no_other_module(write):
+    paths = [write(name, RECIPE % "") for name in HIDING]
+    command = [sys.executable, "-P", "-c", LOADS_ALL, str(ROOT), *paths]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, check=True)
+    *errors, files = done.stdout.splitlines()
+    assert len(errors) == len(HIDING), "a recipe was loaded"
+    for error in errors:
+        assert re.search("rename it|no such file, or none named NAME.py without further", error)
+    assert os.path.dirname(paths[0]) not in files
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"batch_size": True}, "batch_size=True: Input should be a valid integer"),
-        ({"batch_size": 2.0}, "batch_size=2.0: Input should be a valid integer"),
         ({"batch_size": "2"}, "batch_size='2': Input should be a valid integer"),
         ({"bf16": 1}, "bf16=1: Input should be a valid boolean"),
-        (
-            {"temperature": True},
-            "temperature=True: Input should be a valid number",
-        ),
-        ({"temperature": "1"}, "temperature='1': Input should be a valid number"),
+        ({"temperature": True}, "temperature=True: Input should be a valid number"),
         ({"beta": math.nan}, "beta=nan: Input should be a finite number"),
-        (
-            {"reward_weights": [math.inf]},
-            "reward_weights=[inf]: Input should be a finite number",
-        ),
-        ({"stop": "a"}, "stop='a': Input should be a valid list"),
-        ({"stop": []}, "stop=[]: List should have at least 1 item"),
+        ({"reward_weights": [math.inf]}, "reward_weights=[inf]: Input should be a finite number"),
+        ({"stop": "a"}, "stop='a': Input should be a valid list; --help explains it"),
         ({"stop": [1]}, "stop=[1]: Input should be a valid string"),
-        ({"stop": ("a",)}, "stop=('a',): Input should be a valid list"),
-        ({"output_dir": None}, "output_dir=None: Input should be a valid string"),
         ({"dataset_id": 3}, "dataset_id=3: Input should be a valid string"),
         ({"rollout_fn": 3}, "rollout_fn=3: Input should be callable"),
         ({"sampling_params": []}, "sampling_params=[]: Input should be a valid dictionary"),
-        ({"seeds": 3}, "unknown field seeds: did you mean seed?"),
         ({"xyz_abc": 3}, "unknown field xyz_abc: did you mean "),
     ],
 )
@@ -369,95 +282,37 @@ def test_strict_types(fields, message):
         make(**fields)
 
 
-HINTS = get_type_hints(TrainConfig, include_extras=True)
-
-
-def bounds_of(hint):
-    if hasattr(hint, "__metadata__"):
-        limits = [
-            limit for item in hint.__metadata__ for limit in getattr(item, "metadata", [item])
-        ]
-        keys = ("ge", "gt", "le", "lt")
-        yield from (
-            (key, getattr(limit, key)) for limit in limits for key in keys if hasattr(limit, key)
-        )
-    for option in get_args(hint):
-        yield from bounds_of(option)
-
-
-@pytest.mark.parametrize("name", [name for name, hint in HINTS.items() if [*bounds_of(hint)]])
-def test_ranges(name):
-    """They hold: next to each one side is taken and the other refused."""
-    hint = HINTS[name]
-    step = 1 if "int" in str(hint) else 1e-9
-    inward = {"ge": step, "gt": step, "le": -step, "lt": -step}
-    for key, bound in bounds_of(hint):
-        taken, refused = bound + inward[key], bound - inward[key]
-        assert TypeAdapter(hint).validate_python(taken, strict=True) == taken
-        with pytest.raises(
-            UserError, match=f"^{name}={refused}: Input should be .* than .*{bound}"
-        ):
-            make(**{name: refused})
-        if key in ("gt", "lt"):
-            with pytest.raises(UserError, match=f"^{name}="):
-                make(**{name: bound})
-
-
-def make(**fields):
-    return TrainConfig(
-        **{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields}
-    )
-
-
 def test_a_config_is_a_frozen_dataclass():
-    config = make(stop=["a", "b"], temperature=2, reward_funcs=[os.path.exists, "os.path.isfile"])
-    assert config.stop == ["a", "b"]
+    config = make(temperature=2, reward_funcs=[os.path.exists, "os.path.isfile"])
     assert isinstance(config.temperature, float)
     assert config.reward_funcs == [os.path.exists, os.path.isfile]
-    changed = dataclasses.replace(config, batch_size=4)
-    assert (changed.batch_size, changed.stop) == (4, ["a", "b"])
+    assert dataclasses.replace(config, batch_size=4).batch_size == 4
     with pytest.raises(UserError, match="batch_size=0"):
         dataclasses.replace(config, batch_size=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.batch_size = 3
-    with pytest.raises(TypeError):
-        TrainConfig("m")  # type: ignore[call-arg]
     assert pickle.loads(pickle.dumps(config)) == config
     local = make(dataset_id=lambda: [])
     assert cloudpickle.loads(cloudpickle.dumps(local)).dataset_id() == []
     assert make().vllm_urls is not make().vllm_urls
 
 
+BENT = "warning: {}: tokens are not drawn from the policy itself; ratios are then inexact"
+BENDS = {"repetition_penalty": 1.1, "logit_bias": {"5": 1.0}, "top_p": 0.9}
+
+
 @pytest.mark.parametrize(
     ("fields", "warning"),
     [
         ({}, None),
-        (
-            {"top_k": 3},
-            "warning: top_k: tokens are not drawn from the policy itself; ratios are then inexact",
-        ),
-        (
-            {
-                "sampling_params": {
-                    "repetition_penalty": 1.1,
-                    "logit_bias": {"5": 1.0},
-                    "top_p": 0.9,
-                }
-            },
-            "warning: logit_bias, repetition_penalty, top_p: tokens are not drawn from the policy",
-        ),
+        ({"top_k": 3}, BENT.format("top_k")),
+        ({"sampling_params": BENDS}, BENT.format("logit_bias, repetition_penalty, top_p")),
         ({"epsilon": 0.1, "delta": 4.0}, "delta, epsilon without effect: all ratios are 1"),
         ({"epsilon": 0.1, "num_minibatches": 2}, None),
         ({"dtype": "bfloat16"}, "weights lose most updates"),
         ({"dtype": "bfloat16", "use_peft": True, "learning_rate": 1e-5}, None),
-        (
-            {"use_peft": True},
-            "warning: learning_rate=1e-06: LoRA hardly learns below 1e-5; try 1e-5 to 5e-4",
-        ),
-        (
-            {"use_peft": True, "learning_rate": 9e-6},
-            "warning: learning_rate=9e-06: LoRA hardly learns below 1e-5",
-        ),
+        ({"use_peft": True}, "learning_rate=1e-06: LoRA hardly learns below 1e-5; try 1e-5 to"),
+        ({"use_peft": True, "learning_rate": 9e-6}, "learning_rate=9e-06: LoRA hardly learns"),
         ({"learning_rate": 9e-6}, None),
     ],
 )
@@ -497,18 +352,6 @@ def test_dotted_path_from_the_working_directory(write):
     write("my_rewards_module.py", "def f(**_): return []")
     (function,) = parse_args([*MUST, "--reward_funcs", "my_rewards_module.f"]).reward_funcs
     assert function is sys.modules["my_rewards_module"].f
-
-
-@pytest.mark.parametrize("words", [["--stop"], ["--output_dir", "--use_peft", "true"]])
-def test_a_missing_value_is_told(words):
-    with pytest.raises(
-        UserError, match=f"{words[0]}: give --field value, or --field=value where the"
-    ):
-        parse_args(MUST + words)
-    config = parse_args(
-        [*MUST, "--reward_funcs", "os.path.exists,os.path.isfile", "--reward_weights", "-.5,1"]
-    )
-    assert config.reward_weights == [-0.5, 1.0]
 
 
 @pytest.mark.house

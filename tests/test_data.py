@@ -1,13 +1,11 @@
 """Prompts, their order, rewards."""
 
 import contextlib
-import dataclasses
 import gzip
 import json
 import math
 import shutil
 from array import array
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +14,12 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import CHAT_TEMPLATE, make_tokenizer, table
-from some_rewards import hangs, infinite, only_first, raises, right, scalar, short, words
+from some_rewards import hangs, only_first, raises, right, scalar, short
+from test_config import make as make_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from config import TrainConfig, UserError, to_json
+from config import UserError, to_json
 from recipes.rewards import best_of
 from rollouts import workers
 from rollouts.data import (
@@ -33,18 +32,10 @@ from rollouts.data import (
     load_sets,
     load_train_set,
 )
-from rollouts.group import (
-    ENVIRONMENT,
-    FOREIGN,
-    Completion,
-    Group,
-    Prompt,
-    version_spans,
-)
+from rollouts.group import ENVIRONMENT, FOREIGN, Completion, Group, Prompt, version_spans
 from rollouts.order import Order
-from rollouts.processor import load_processor
 from rollouts.sampling import sample_group, sampling_params
-from rollouts.scoring import Scorer, check_rewards, required, weighted
+from rollouts.scoring import Scorer, check_rewards, required
 from server.messages import Sampled
 from training.batching import token_columns, trained_lengths
 from training.logs import batch_samples, token_texts
@@ -56,84 +47,61 @@ ROWS = [
     {"prompt": "1+1=", "answer": "2", "level": 1},
     {"prompt": "12+30=", "answer": "42", "level": 2},
 ]
-
-
-def make_config(**fields):
-    return TrainConfig(
-        **{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields}
-    )
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
 def prompts_of(source, tokenizer=None, max_prompt_len=100, **fields):
     config = make_config(**fields)
-    return leave_out_long(
-        load_prompts(source, "train", tokenizer or make_tokenizer(), config), max_prompt_len, config
-    )
+    prompts = load_prompts(source, "train", tokenizer or make_tokenizer(), config)
+    return leave_out_long(prompts, max_prompt_len, config)
 
 
 def rows():
     return ROWS
 
 
-assert_same = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
-
-
 # -- data ------------------------------------------------------------------------------------------------------------
-
-
-def test_sources_give_the_same_prompts(tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
-    expected = prompts_of(rows)
-    assert [p.columns for p in expected] == [
-        {"answer": "2", "level": 1},
-        {"answer": "42", "level": 2},
-    ]
-    assert prompts_of(str(tmp_path / "a.jsonl")) == expected
-    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text(), "utf-8-sig")
-    assert prompts_of(str(tmp_path / "a.jsonl")) == expected
-    assert prompts_of(str(tmp_path / "a.parquet")) == expected
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json", "csv", "parquet"])
 def test_files_by_their_endings(tmp_path, ending):
-    """In any case, zipped, and by links; a folder's name may have an ending, too."""
+    """In any case, zipped, with a byte order mark, and by links; a folder's name may have an ending, too."""
     table = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
     lines = "\r\n".join(map(json.dumps, table))
     texts = {"json": json.dumps(table), "csv": "prompt,answer\r\n1+1=,2\r\n2+2=,4\r\n"}
-    plain = tmp_path / f"a.{ending}"
+    content = texts.get(ending, lines).encode()
     if ending == "parquet":
-        Dataset.from_list(table).to_parquet(plain)
-    else:
-        plain.write_text(texts.get(ending, lines), newline="")
-    paths = [shutil.copy(plain, tmp_path / f"A.{ending.upper()}"), plain]
+        Dataset.from_list(table).to_parquet(tmp_path / "table")
+        content = (tmp_path / "table").read_bytes()
+    contents = {f"a.{ending}": content, f"A.{ending.upper()}": content}
     if ending != "parquet":
-        for name in (f"b.{ending}.gz", f"B.{ending.upper()}.GZ"):
-            (tmp_path / name).write_bytes(gzip.compress(plain.read_bytes()))
-            paths.append(tmp_path / name)
-    for number, path in enumerate(list(paths)):
-        (tmp_path / f"link{number}").symlink_to(path)
-        paths.append(tmp_path / f"link{number}")
-    blob = shutil.copy(plain, tmp_path / "0123abcd")  # as the hub's cache has files
+        zipped = gzip.compress(content)
+        contents |= {f"b.{ending}.gz": zipped, f"B.{ending.upper()}.GZ": zipped}
+        contents |= {f"mark.{ending}": b"\xef\xbb\xbf" + content}
+    for name, written in contents.items():
+        (tmp_path / name).write_bytes(written)
+    blob = shutil.copy(tmp_path / f"a.{ending}", tmp_path / "0123abcd")  # as the hub's cache has it
     (tmp_path / f"linked.{ending}").symlink_to(blob)
-    for path in [*paths, tmp_path / f"linked.{ending}"]:
-        assert load_rows(str(path), "train", make_config()) == table, path
-
+    (tmp_path / "link").symlink_to(tmp_path / f"a.{ending}")
     folder = tmp_path / f"folder.{ending}"
     folder.mkdir()
     Dataset.from_list(table).to_parquet(folder / "part-0.parquet")
-    assert load_rows(str(folder), "train", make_config()) == table
+    for name in (*contents, "link", f"linked.{ending}", folder.name):
+        assert load_rows(str(tmp_path / name), "train", make_config()) == table, name
 
 
 def test_a_token_without_an_embedding_names_its_row(models):
     """Added to the tokenizer alone, by whatever set."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<tool>"])
-    config = make_config(model_id=models["untied"], reward_funcs=[only_first])
     plain = [{"prompt": "1+1="}]
     added = [*plain, {"prompt": "<tool>2+2="}]
-    sets = {"easy": lambda: plain, "hard": lambda: added}
-    config = dataclasses.replace(config, dataset_id=sets, eval_dataset_id=lambda: added)
+    config = make_config(
+        model_id=models["untied"],
+        reward_funcs=[only_first],
+        dataset_id={"easy": lambda: plain, "hard": lambda: added},
+        eval_dataset_id=lambda: added,
+    )
     held_out = load_sets("eval_dataset_id", "test", tokenizer, config)[""]
     model_config, _ = load_model_config(config)
     for prompts, where in (
@@ -145,15 +113,23 @@ def test_a_token_without_an_embedding_names_its_row(models):
             check_vocabulary(prompts, tokenizer, model_config)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    for name in ("a.txt", "a", "a.jsonl.zst", "a.parquet.gz", "a.csv.jsonl.bak"):
-        (tmp_path / name).write_text("x")
-        with pytest.raises(UserError, match=rf"{name}: its name must end in one of \.jsonl, "):
-            load_rows(str(tmp_path / name), "train", make_config())
-    for ending in ENDINGS:
-        for name in (f"no{ending}", f"no{ending.upper()}"):
-            with pytest.raises(UserError, match="FileNotFoundError: .*No such file or directory"):
-                load_rows(str(tmp_path / name), "train", make_config())
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *((name, b"x", rf"{name}: its name must end in one of \.jsonl, ") for name in (
+            "a.txt", "a", "a.jsonl.zst", "a.parquet.gz", "a.csv.jsonl.bak"
+        )),
+        ("a.jsonl", b'{"prompt": "\xe9"}', "a.jsonl: UnicodeDecodeError: 'utf-8'"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt"\n', "a.jsonl: line 2: JSONDecodeError"),
+        *((f"no{ending}", None, "FileNotFoundError: .*No such file") for ending in ENDINGS),
+        ("no.JSON.GZ", None, "FileNotFoundError: .*No such file"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_read_are_named(tmp_path, name, content, message):
+    if content:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_rows(str(tmp_path / name), "train", make_config())
 
 
 def test_a_table_is_taken_as_it_is_shown():
@@ -167,18 +143,12 @@ def test_a_table_is_taken_as_it_is_shown():
 
 
 def test_columns_and_collate():
-    assert [p.columns for p in prompts_of(rows, extra_columns=["level"])] == [
-        {"level": 1},
-        {"level": 2},
-    ]
+    columns_of = lambda **fields: [prompt.columns for prompt in prompts_of(rows, **fields)]
+    assert columns_of() == [{"answer": "2", "level": 1}, {"answer": "42", "level": 2}]
+    assert columns_of(extra_columns=["level"]) == [{"level": 1}, {"level": 2}]
     renamed = lambda rows: [{"prompt": "Q" + row["prompt"], "truth": row["answer"]} for row in rows]
     (first, _) = prompts_of(rows, collate_fn=renamed)
     assert (first.content, first.columns) == ("Q1+1=", {"truth": "2"})
-
-
-def test_strings_go_in_as_they_are_without_a_template():
-    tokenizer = make_tokenizer()
-    assert prompts_of(rows)[0].token_ids == tokenizer.convert_tokens_to_ids(list("1+1="))
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
@@ -196,58 +166,36 @@ def test_chat_template_once_and_one_bos(add_bos):
 
 
 def test_long_prompts_are_counted_and_left_out(capsys):
-    (kept,) = prompts_of(rows, max_prompt_len=4)
-    assert kept.index == 0
+    left_out = "dataset_id: left out {} of 2 prompts, empty or over {} tokens: {}".format
     cure = "raise the servers' --max-model-len, or lower max_completion_len=512"
-    line = f"dataset_id: left out 1 of 2 prompts, empty or over 4 tokens: {cure}\n"
-    assert capsys.readouterr().out == line
     assert len(prompts_of(rows, max_prompt_len=6)) == 2
     assert capsys.readouterr().out == ""
-    with pytest.raises(
-        UserError, match=f"^dataset_id: left out 2 of 2 prompts, empty or over 3 tokens: {cure}$"
-    ):
+    (kept,) = prompts_of(rows, max_prompt_len=4)
+    assert kept.index == 0
+    assert capsys.readouterr().out == left_out(1, 4, cure) + "\n"
+    with pytest.raises(UserError, match=f"^{left_out(2, 3, cure)}$"):
         prompts_of(rows, max_prompt_len=3)
 
 
+QUESTIONS = [{"prompt": "x"}, {"prompt": "x", "completions": []}]
+
+
 @pytest.mark.parametrize(
-    ("source", "fields", "message"),
+    ("fields", "message"),
     [
-        (lambda: [], {}, "has no rows"),
+        ({"source": lambda: []}, "has no rows"),
+        ({"extra_columns": ["label"]}, "row 0: KeyError: 'label'"),
+        ({"source": lambda: QUESTIONS}, "row 1: .*column completions has the name of another"),
+        ({"source": "nowhere.jsonl"}, "dataset nowhere.jsonl: FileNotFoundError"),
         (
-            lambda: [{"question": "x"}],
-            {},
-            "row 0: it has no `prompt`, a string or a list of messages: {'question': 'x'}",
+            {"collate_fn": lambda row: {"prompt": row["question"]}},
+            "through collate_fn, which gets the list of all rows: TypeError",
         ),
-        (
-            lambda: [{"prompt": "x"}, {"prompt": 3}],
-            {},
-            "row 1: it has no `prompt`, .*: {'prompt': 3}",
-        ),
-        (rows, {"extra_columns": ["label"]}, "row 0: KeyError: 'label'"),
-        (
-            lambda: [{"prompt": "x", "completions": []}],
-            {},
-            "row 0: .*column completions has the name of another",
-        ),
-        ("nowhere.jsonl", {}, "dataset nowhere.jsonl: FileNotFoundError"),
-        (__file__, {}, "dataset .*test_data.py: "),
     ],
 )
-def test_bad_data(source, fields, message):
-    with pytest.raises(ValueError, match=message):
-        prompts_of(source, **fields)
-
-
-def test_what_is_not_utf_8(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "é"}', "latin-1")
-    with pytest.raises(ValueError, match=r"a\.jsonl: UnicodeDecodeError: 'utf-8'"):
-        prompts_of(str(tmp_path / "a.jsonl"))
-
-
-def test_a_line_that_is_not_json(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt"\n')
-    with pytest.raises(UserError, match=r"a\.jsonl: line 2: JSONDecodeError"):
-        prompts_of(str(tmp_path / "a.jsonl"))
+def test_bad_data(fields, message):
+    with pytest.raises(UserError, match=message):
+        prompts_of(**{"source": rows, **fields})
 
 
 def test_a_resumed_run_notices_other_data():
@@ -261,14 +209,6 @@ def test_a_resumed_run_notices_other_data():
     others = [digest("3"), digest(image="b.png"), digest(image=b"png"), digest(more={(1, 2): 3})]
     assert len({digest(), digest(index=1), *others}) == 6
     assert digest(more=object()) == digest(more=object())
-
-
-def test_a_held_out_row_is_named_as_one():
-    config = make_config(dataset_id=rows, eval_dataset_id={"hard": rows}, reward_funcs=[only_first])
-    (_, trained) = load_train_set(make_tokenizer(), config)
-    assert trained.where == "row 1 of dataset_id"
-    (_, held_out) = load_sets("eval_dataset_id", "test", make_tokenizer(), config)["hard"]
-    assert held_out.where == "row 1 of eval_dataset_id hard"
 
 
 def test_each_prompt_once_per_epoch():
@@ -297,7 +237,40 @@ def test_sampling_parameters():
     assert sampling_params(make_config()) == {"n": 8, "max_tokens": 512, "temperature": 1.0}
 
 
-# -- rewards ---------------------------------------------------------------------------------------------------------
+def test_several_sets():
+    """Rows are numbered on, and messages have a set's own."""
+    rows = [{"prompt": f"{number}+1=", "answer": "2"} for number in range(3)]
+    sets: dict = {"few": lambda: rows, "more": lambda: iter(rows * 3)}
+    config = make_config(dataset_id=sets, reward_funcs=[only_first])
+    prompts = load_train_set(make_tokenizer(), config)
+    assert [prompt.index for prompt in prompts] == list(range(3 + 9))
+    assert (prompts[4].set, prompts[4].where) == ("more", "row 1 of dataset_id more")
+    broken = make_config(
+        dataset_id={"a": lambda: rows, "b": lambda: [{}]}, reward_funcs=[only_first]
+    )
+    with pytest.raises(UserError, match="^dataset_id b: dataset row 0: it has no `prompt`, a str"):
+        load_train_set(make_tokenizer(), broken)
+
+
+def test_names_with_subset_and_split(monkeypatch):
+    asked = []
+
+    def load(*names, split):
+        asked.append((*names, split))
+        return Dataset.from_list(ROWS)
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    for source in ("a/b", "a/b:main", "a/b::test[:100]", "a/b:main:dev"):
+        prompts_of(source)
+    assert asked == [
+        ("a/b", None, "train"),
+        ("a/b", "main", "train"),
+        ("a/b", None, "test[:100]"),
+        ("a/b", "main", "dev"),
+    ]
+
+
+# -- metrics and samples of groups -------------------------------------------------------------------------------------
 
 
 def make_groups():
@@ -308,56 +281,45 @@ def make_groups():
     ]
 
 
-def test_an_environments_number_that_no_float_holds():
-    groups = make_groups()
-    for group, value in zip(groups, (10**400, 2), strict=True):
-        group.reward, group.advantages, group.texts = [0.0, 0.0], [0.0, 0.0], ["2", "3"]
-        group.rewards = table([[0.0], [0.0]])
-        group.completions[0].info["value"] = value
-        group.completions[1].info["value"] = math.nan
-    metrics = batch_metrics(groups, 0, make_config(reward_funcs=[only_first]))
-    assert metrics["info/value"] == 2.0
+def scored(group, rewards, advantages=(0.0, 0.0), texts=("2", "3")):
+    """The group as one reward function leaves it, with its advantages."""
+    group.texts, group.reward, group.advantages = [*texts], [*rewards], [*advantages]
+    group.rewards = table([reward] for reward in rewards)
+    return group
 
 
-def test_several_sets(monkeypatch):
-    """A subset is of one set; messages have a set's own rows."""
-    rows = [{"prompt": f"{number}+1=", "answer": "2"} for number in range(3)]
-    sets: dict = {"few": lambda: rows, "more": lambda: iter(rows * 3)}
-    config = make_config(dataset_id=sets, max_steps=2, batch_size=5, reward_funcs=[only_first])
-    prompts = load_train_set(make_tokenizer(), config)
-    assert [prompt.index for prompt in prompts] == list(range(3 + 9))
-    assert prompts[4].where == "row 1 of dataset_id more"
-    assert prompts[4].set == "more"
-    sets = {"a": lambda: rows, "b": lambda: [{}]}
-    broken = make_config(dataset_id=sets, reward_funcs=[only_first])
-    with pytest.raises(
-        UserError, match="^dataset_id b: dataset row 0: it has no `prompt`, a string"
-    ):
-        load_train_set(make_tokenizer(), broken)
+def of_lengths(lengths, name="", reasons=None):
+    """A group of completions of these lengths, each with another text and reward."""
+    completions = [
+        Completion([1] * length, [0.0] * length, reason, 0)
+        for length, reason in zip(lengths, reasons or ["stop"] * len(lengths), strict=True)
+    ]
+    numbers = [float(number) for number in range(len(lengths))]
+    group = Group(Prompt(0, [5], "", {}, set=name), completions)
+    return scored(group, numbers, numbers, map(str, numbers))
 
 
 def test_batch_metrics():
     """Two groups of two; the second one's completions come from versions 3 and 4, one of them was cut off."""
-    groups = make_groups()
+    one, two = make_groups()
     last = Completion([1, 2, 3, 4], [0.0] * 4, "length", [3, 5, 5, 5])
-    groups[1].fill([Completion([1, 2], [0.0] * 2, "stop", 4), last])
-    groups[0].rewards, groups[0].reward = table([[1.0], [math.nan]]), [1.0, math.nan]
-    groups[1].rewards, groups[1].reward = table([[2.0], [0.0]]), [2.0, 0.0]
-    groups[0].started_version, groups[0].finished_version = 0, 1
-    groups[1].started_version, groups[1].finished_version = 3, 5
-    groups[0].started_s, groups[0].sampled_s, groups[0].scored_s = 10.0, 12.0, 12.5
-    groups[1].started_s, groups[1].sampled_s, groups[1].scored_s = 11.0, 15.0, 16.0
-    groups[0].advantages, groups[1].advantages = [0.0, 0.0], [0.75, -1.75]
-    groups[0].texts, groups[1].texts = ["2", "3"], ["2", "2"]
-    groups[1].completions[1].info.update(turns=3, done=True, said="4")
-    groups[1].completions[0].info["turns"] = 1
-    metrics = batch_metrics(groups, 5, make_config(reward_funcs=[only_first]))
+    two.fill([Completion([1, 2], [0.0] * 2, "stop", 4), last])
+    scored(one, [1.0, math.nan])
+    scored(two, [2.0, 0.0], [0.75, -1.75], ["2", "2"])
+    one.started_version, one.finished_version = 0, 1
+    two.started_version, two.finished_version = 3, 5
+    one.started_s, one.sampled_s, one.scored_s = 10.0, 12.0, 12.5
+    two.started_s, two.sampled_s, two.scored_s = 11.0, 15.0, 16.0
+    two.completions[1].info.update(turns=3, done=True, said="4", huge=10**400, odd=math.nan)
+    two.completions[0].info.update(turns=1, huge=2)  # a number that no float holds is left out
+    metrics = batch_metrics([one, two], 5, make_config(reward_funcs=[only_first]))
     assert metrics == {
         "advantages/mean_abs": 2.5 / 4,
         "advantages/max_abs": 1.75,
         "advantages/share_positive": 0.25,
         "info/turns": 2.0,
         "info/done": 1.0,
+        "info/huge": 2.0,
         "completions/segments": 1.0,
         "completions/different": (1 + 0.5) / 2,
         "reward": 1.0,
@@ -376,137 +338,10 @@ def test_batch_metrics():
     }
 
 
-def wants_anser(completions, anser, **_):
-    return [0.0] * len(completions)
-
-
-def takes_no_columns(prompts, completions, completion_ids):
-    return [0.0] * len(completions)
-
-
-def test_rewards_that_do_not_fit_the_data():
-    prompts = prompts_of(lambda: ROWS, extra_columns=["answer"])
-    check_rewards(prompts, make_config(reward_funcs=[right, best_of(right, only_first)]))
-    with pytest.raises(
-        ValueError,
-        match="reward wants_anser on dataset row 0, which gives it .*answer: TypeError: missing .*'anser'",
-    ):
-        check_rewards(prompts, make_config(reward_funcs=[wants_anser]))
-    with pytest.raises(
-        ValueError,
-        match="reward takes_no_columns on dataset row 0, .*: TypeError: got an unexpected keyword argument",
-    ):
-        check_rewards(prompts, make_config(reward_funcs=[takes_no_columns]))
-
-
-def test_a_later_row_that_does_not_fit_the_rewards():
-    prompts = prompts_of(lambda: [*ROWS, {"prompt": "2+2="}])
-    with pytest.raises(
-        ValueError,
-        match="reward right on dataset row 2, .*: TypeError: missing a required argument: 'answer'",
-    ):
-        check_rewards(prompts, make_config(reward_funcs=[right]))
-
-
-def test_a_collate_fn_for_single_rows_is_told():
-    with pytest.raises(
-        UserError, match="through collate_fn, which gets the list of all rows: TypeError"
-    ):
-        prompts_of(rows, collate_fn=lambda row: {"prompt": row["question"]})
-
-
-def test_an_adapter_is_no_model(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="has a LoRA adapter: merge it first"):
-        load_processor(make_config(model_id=str(tmp_path)))
-
-
-def test_a_begun_answer_is_continued():
-    """Behind what the template writes for an answer, without an end of the turn."""
-    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
-    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "It is "}]
-    (prompt,) = prompts_of(lambda: [{"prompt": messages}], tokenizer)
-    assert tokenizer.decode(prompt.token_ids) == "<bos>[user]1+1=>It is "
-
-
-def test_long_columns_are_shortened_in_samples():
-    (group, _) = make_groups()
-    group.prompt.columns["tests"] = ["assert"] * 1000
-    group.texts, group.rewards, group.reward, group.advantages = (
-        ["a", "b"],
-        table([[1.0], [0.0]]),
-        [1.0, 0.0],
-        [1.0, -1.0],
-    )
-    samples = batch_samples([group], make_config(reward_funcs=[right]))
-    assert [sample["columns"]["answer"] for sample in samples] == ["2", "2"]
-    assert all(sample["columns"]["tests"].startswith("['assert', ") for sample in samples)
-    assert len(json.dumps(samples)) < 6000
-
-
-@pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_tokens_as_text(kind):
-    """Joined they are the text: also where several tokens make a character, or a word begins with its space."""
-    if kind == "bytes":
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        vocab = {symbol: number for number, symbol in enumerate(alphabet)}
-        backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        expected = [*"a ", "", "", "", "🙂", *"b", "", "é"]
-    else:
-        words = ["▁a", "▁🙂b", "é", "▁b", "<unk>"]
-        vocab = {word: number for number, word in enumerate(words)}
-        backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-        backend.decoder = decoders.Metaspace()
-        expected = [" a", " 🙂b", "é"]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    ids = tokenizer("a 🙂bé")["input_ids"] if kind == "bytes" else [0, 1, 2]
-    assert token_texts(ids, tokenizer) == expected
-    assert "".join(expected).strip() == "a 🙂bé"
-    if kind == "bytes":  # cut within the character, and what follows bytes that are none
-        assert token_texts(ids[:4], tokenizer) == ["a", " ", "", ""]
-        lone = tokenizer("é")["input_ids"][1]
-        assert token_texts([lone, *tokenizer("ab")["input_ids"]], tokenizer) == ["", "\ufffda", "b"]
-        expected = ["", "", "", "\ufffd" * 4, "", "", "\ufffd" * 2 + "a"]
-        assert token_texts([lone] * 6 + ids[:1], tokenizer) == expected
-
-
-def test_a_long_conversation_stays_one():
-    (group, _) = make_groups()
-    group.texts, group.rewards, group.reward = ["a", "b"], table([[1.0], [0.0]]), [1.0, 0.0]
-    messages = [{"role": "user", "content": "x" * 9000}, {"role": "tool", "content": ["y"] * 9000}]
-    group.completions[0].info["messages"] = messages
-    first, _ = batch_samples([group], make_config(reward_funcs=[right]))
-    shown = first["info"]["messages"]
-    assert [message["role"] for message in shown] == ["user", "tool"]
-    assert shown[0]["content"] == "x" * 2000
-    assert shown[1]["content"].startswith("['y', ")
-
-
-def of_lengths(lengths, name="", reasons=None):
-    """A group of completions of these lengths, each with another text and reward."""
-    completions = [
-        Completion([1] * length, [0.0] * length, reason, 0)
-        for length, reason in zip(lengths, reasons or ["stop"] * len(lengths), strict=True)
-    ]
-    numbers = [float(number) for number in range(len(lengths))]
-    return Group(
-        Prompt(0, [5], "", {}, set=name), completions, list(map(str, numbers)),
-        table([number] for number in numbers), numbers, numbers,
-    )  # fmt: skip
-
-
-def test_different_texts_are_a_share_of_their_group():
-    """1 of 4, 3 of 3 and 1 of 2: the mean over groups, which have not as many completions each as there are groups."""
-    groups = [of_lengths([1] * size) for size in (4, 3, 2)]
-    groups[0].texts, groups[2].texts = ["a"] * 4, ["a"] * 2
-    metrics = batch_metrics(groups, 0, make_config(reward_funcs=[len]))
-    assert metrics["completions/different"] == pytest.approx((1 / 4 + 3 / 3 + 1 / 2) / 3)
-
-
 def test_metrics_of_sets_are_of_their_own_groups():
+    """The share of different texts is of each group, whatever its size: 2 of 2, 1 of 3, 1 of 1."""
     groups = [of_lengths([1, 3], "a"), of_lengths([10, 20, 30], "b"), of_lengths([5], "a")]
+    groups[1].texts = ["same"] * 3
     metrics = batch_metrics(groups, 0, make_config(reward_funcs=[len]))
     assert metrics["sets/a/mean_length"] == (1 + 3 + 5) / 3
     assert metrics["sets/b/mean_length"] == (10 + 20 + 30) / 3
@@ -514,17 +349,17 @@ def test_metrics_of_sets_are_of_their_own_groups():
     assert metrics["sets/b/reward"] == (0 + 1 + 2) / 3
     assert (metrics["sets/a/groups"], metrics["sets/b/groups"]) == (2, 1)
     assert metrics["completions/mean_length"] == 69 / 6
+    assert metrics["completions/different"] == pytest.approx((2 / 2 + 1 / 3 + 1 / 1) / 3)
 
 
 def test_a_group_with_one_advantage_can_teach():
     """Before it has its advantages, when the function is asked, and with them; one without any cannot."""
-    given: list[float] = []
-    config = make_config(reward_funcs=[len], advantage_fn=lambda rewards, _: table([given]))
     for given, share in (([0.0, 0.5, -0.5], 0.0), ([0.0, 0.0, 0.0], 1.0)):
+        advantage_fn = lambda rewards, _, given=given: table([given])
+        config = make_config(reward_funcs=[len], advantage_fn=advantage_fn)
         group = of_lengths([1, 1, 1])
         for group.advantages in ([], given):
-            metrics = batch_metrics([group], 0, config)
-            assert metrics["frac_reward_zero_std"] == share
+            assert batch_metrics([group], 0, config)["frac_reward_zero_std"] == share
 
 
 def test_all_that_was_cut_is_counted_and_masked():
@@ -549,15 +384,26 @@ def test_whatever_a_policy_sampled_trains():
     assert columns["servers"].tolist() == [0, 0, 1, 0, 0]  # which compare only the step's own
 
 
-def test_a_held_out_group_that_was_refused_has_no_samples():
-    """As where a `rollout_fn` gave it completions that are too long: it has them, and no rewards."""
-    (group, _) = make_groups()
-    assert batch_samples([group], make_config(reward_funcs=[right])) == []
+def test_long_texts_are_shortened_in_samples():
+    """A column, and each message of a conversation, which stays one; a group that was refused has none."""
+    config = make_config(reward_funcs=[right])
+    assert batch_samples(make_groups(), config) == []
+    group = scored(make_groups()[0], [1.0, 0.0])
+    group.prompt.columns["tests"] = ["assert"] * 1000
+    messages = [{"role": "user", "content": "x" * 9000}, {"role": "tool", "content": ["y"] * 9000}]
+    group.completions[0].info["messages"] = messages
+    first, second = batch_samples([group], config)
+    assert first["columns"]["answer"] == second["columns"]["answer"] == "2"
+    assert second["columns"]["tests"].startswith("['assert', ")
+    assert len(json.dumps(second)) < 3000
+    asked, told = first["info"]["messages"]
+    assert asked == {"role": "user", "content": "x" * 2000}
+    assert told["role"] == "tool"
+    assert told["content"].startswith("['y', ")
 
 
 def test_samples_have_their_tokens():
-    (group, _) = make_groups()
-    group.texts, group.rewards, group.reward = ["a", "b"], table([[1.0], [0.0]]), [1.0, 0.0]
+    group = scored(make_groups()[0], [1.0, 0.0])
     long = group.completions[0].token_ids.tolist()
     segment = Completion([40, 41], [-0.126, -math.inf], "stop", 3, prompt_ids=[5, 6])
     last = Completion(long, [-0.5] * len(long), "stop", 4)
@@ -567,62 +413,108 @@ def test_samples_have_their_tokens():
     first, second = batch_samples([group], config, tokenizer=tokenizer)
     assert "".join(first["tokens"]) == tokenizer.decode(long)
     assert first["logprobs"] == [-0.5] * len(long)
-    assert first["earlier"] == [
-        {
-            "weight_versions": [(3, 0, 2)],
-            "tokens": [tokenizer.decode([40]), tokenizer.decode([41])],
-            "logprobs": [-0.13, -math.inf],
-            "prompt": tokenizer.decode([5, 6]),
-        }
-    ]
+    (earlier,) = first["earlier"]
+    assert earlier == {
+        "weight_versions": [(3, 0, 2)],
+        "tokens": [tokenizer.decode([40]), tokenizer.decode([41])],
+        "logprobs": [-0.13, -math.inf],
+        "prompt": tokenizer.decode([5, 6]),
+    }
     assert "earlier" not in second
 
 
-def test_names_with_subset_and_split(monkeypatch):
-    asked = []
-
-    def load(*names, split):
-        asked.append((*names, split))
-        return Dataset.from_list(ROWS)
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    for source in ("a/b", "a/b:main", "a/b::test[:100]", "a/b:main:dev"):
-        prompts_of(source)
-    assert asked == [
-        ("a/b", None, "train"), ("a/b", "main", "train"), ("a/b", None, "test[:100]"),
-        ("a/b", "main", "dev"),
-    ]  # fmt: skip
+def byte_tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: number for number, symbol in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-ROLLOUTS = [(0, True), ([0, 1], True), ([0, ENVIRONMENT], True), ([], False), ([0], False)]
+def test_bytes_as_text():
+    """A character stands at the last of its tokens; bytes that are none, where that is known."""
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("a 🙂bé")["input_ids"]
+    assert token_texts(ids, tokenizer) == [*"a ", "", "", "", "🙂", *"b", "", "é"]
+    assert token_texts(ids[:4], tokenizer) == ["a", " ", "", ""]  # cut within the character
+    lone = tokenizer("é")["input_ids"][1]
+    assert token_texts([lone, *tokenizer("ab")["input_ids"]], tokenizer) == ["", "\ufffda", "b"]
+    expected = ["", "", "", "\ufffd" * 4, "", "", "\ufffd" * 2 + "a"]
+    assert token_texts([lone] * 6 + ids[:1], tokenizer) == expected
 
 
-class OneServer:
-    """A client that leases a server which nobody asks anything."""
+def test_words_as_text():
+    """With the blanks that they begin with."""
+    words = ["▁a", "▁🙂b", "é", "▁b", "<unk>"]
+    vocab = {word: number for number, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert token_texts([0, 1, 2], tokenizer) == [" a", " 🙂b", "é"]
 
-    version = 0
+
+# -- completions -----------------------------------------------------------------------------------------------------
+
+
+def busy_client(generate=None):
+    """A client that leases a server, which has got version 3 while one waited for it."""
+    client: Any = SimpleNamespace(version=1)
 
     @contextlib.contextmanager
-    def lease(self):
-        yield Server("http://x", 1.0)
+    def lease():
+        server = Server("http://x", 1.0)
+        server.version = 3
+        if generate:
+            server.generate = generate  # type: ignore[method-assign]
+        yield server
+
+    client.lease = lease
+    return client
 
 
 def rolled_out(rollout_fn):
     """The group that the recipe's function fills in."""
-    client: Any = OneServer()
     group, config = Group(Prompt(0, [5], "", {})), make_config(rollout_fn=rollout_fn)
-    sample_group(group, client, None, config, n=1)
+    sample_group(group, busy_client(), None, config, n=1)
     return group
 
 
-@pytest.mark.parametrize(("versions", "fits"), ROLLOUTS, ids=str)
-def test_a_rollout_has_a_version_of_each_token(versions, fits):
-    refused = pytest.raises(
-        UserError, match="rollout_fn on dataset row 0: ValueError: a completion needs"
-    )
-    with contextlib.nullcontext() if fits else refused:
-        group = rolled_out(lambda *_: [Completion([5, 6], [-1.0, -1.0], "stop", versions)])
-        assert group.tokens.weight_versions.tolist() in (versions, [versions, versions])
+def of_two(logprobs=(-1.0, -1.0), versions=3):
+    """A rollout_fn whose completion has two tokens, and these columns."""
+    return lambda *_: [Completion([5, 6], [*logprobs], "stop", versions)]
+
+
+@pytest.mark.parametrize("versions", [3, [4, 3], [3, ENVIRONMENT]], ids=str)
+def test_a_rollout_has_a_version_of_each_token(versions):
+    """Its group begins when it has a server, not when it waits for one; it is as old as its oldest token."""
+    group = rolled_out(of_two(versions=versions))
+    found = group.tokens.weight_versions.tolist()
+    assert found == [3, 3] if versions == 3 else versions
+    assert group.started_version == group.oldest_version == 3
+    assert 0 < group.started_s <= group.sampled_s
+
+
+LONG = Completion([5] * 20_000, [-1.0] * 20_000, "stop", 3)
+
+
+@pytest.mark.parametrize(
+    ("rollout_fn", "message"),
+    [
+        (lambda *_: [5], "it returned no completions to train: 'int' object is not iterable"),
+        (lambda *_: None, "TypeError: 'NoneType' object is not iterable"),
+        (lambda *_: [LONG, LONG], "it returned no completions to train: 2 rollouts, not 1"),
+        (lambda *_: [][0], "IndexError"),
+        (lambda *_: [LONG], "it returned no completions to train: a completion has 20001 tokens"),
+        (lambda *_: [Completion([], [], "stop", 3)], "ValueError: a completion needs"),
+        (of_two(logprobs=[-1.0]), "ValueError: a completion needs"),
+        (of_two(versions=[]), "ValueError: a completion needs"),
+        (of_two(versions=[3]), "ValueError: a completion needs"),
+    ],
+)
+def test_what_is_no_rollout_is_refused(rollout_fn, message):
+    with pytest.raises(UserError, match=f"rollout_fn on dataset row 0: {message}"):
+        rolled_out(rollout_fn)
 
 
 SPANS = [
@@ -648,47 +540,68 @@ def test_spans_of_versions(spans, versions):
         assert completion_of(sampled(spans)).weight_versions.tolist() == versions
 
 
-@pytest.mark.parametrize(
-    "spans",
-    [
-        [], [(0, 0, 4)], [(0, 0, 2)], [(0, 1, 3), (1, 0, 1)], [(0, 0, 2), (1, 1, 3)],
-        [(0, -1, 1)], [(0, 0, 1), (1, 2, 3)], [(0, 0, 3), (1, 3, 2)],
-    ],
-    ids=str,
-)  # fmt: skip
+NO_SPANS = [[], [(0, 0, 4)], [(0, 0, 2)], [(0, 1, 3), (1, 0, 1)], [(0, 0, 2), (1, 1, 3)]]
+NO_SPANS += [[(0, -1, 1)], [(0, 0, 1), (1, 2, 3)], [(0, 0, 3), (1, 3, 2)]]
+
+
+@pytest.mark.parametrize("spans", NO_SPANS, ids=str)
 def test_spans_that_do_not_fit_are_refused(spans):
     with pytest.raises(ValueError, match="of 3 tokens some have no weight version, or several"):
         completion_of(sampled(spans))
 
 
-WHOLE = Completion([5, 6], [-1.0, -1.0], "stop", 0)
-NO_ROLLOUTS = [
-    (lambda *_: [5], "it returned no completions to train: 'int' object is not iterable"),
-    (lambda *_: None, "TypeError: 'NoneType' object is not iterable"),
-    (lambda *_: [WHOLE, WHOLE], "it returned no completions to train: 2 rollouts, not 1"),
-    (lambda *_: [][0], "IndexError"),
-    (lambda *_: [Completion([], [], "stop", 0)], "ValueError: a completion needs"),
-    (
-        lambda *_: [dataclasses.replace(WHOLE, sampler_logprobs=[-1.0])],
-        "ValueError: a completion needs",
-    ),
-    (
-        lambda *_: [dataclasses.replace(WHOLE, weight_versions=[0])],
-        "ValueError: a completion needs",
-    ),
-    (
-        lambda *_: [Completion([5] * 20_000, [-1.0] * 20_000, "stop", 0)],
-        "it returned no completions to train: a completion has 20001 tokens with its prompt: raise",
-    ),
-]
+def seeds_sent(**fields):
+    """The seed of each request of two neighbouring groups."""
+    sent = []
+
+    def generate(prompt, sampling, *_):
+        sent.append(sampling.get("seed"))
+        return [Completion([5], [-1.0], "stop", 3) for _ in range(sampling["n"])]
+
+    for number in (6, 7):
+        group = Group(Prompt(0, [5], "", {}), id=number)
+        config = make_config(num_generations=4, **fields)
+        sample_group(group, busy_client(generate), None, config)
+    return sent
+
+
+def test_seeds_of_groups():
+    """vLLM adds a completion's number: no two completions of a run, or of two runs, have the same."""
+    first, second = seeds_sent(max_staleness=0)
+    assert second - first >= 4
+    assert all(0 <= seed < 2**63 - 4 for seed in (first, second))
+    assert seeds_sent(max_staleness=0) == [first, second]
+    assert seeds_sent(max_staleness=0, seed=43)[0] - first > 10**9
+    assert seeds_sent(max_staleness=0, sampling_params={"seed": 3}) == [3, 3]
+    assert seeds_sent(max_staleness=1) == [None, None]
+
+
+# -- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def wants_anser(completions, anser, **_):
+    return [0.0] * len(completions)
+
+
+def takes_no_columns(prompts, completions, completion_ids):
+    return [0.0] * len(completions)
 
 
 @pytest.mark.parametrize(
-    ("rollout_fn", "message"), NO_ROLLOUTS, ids=[message for _, message in NO_ROLLOUTS]
+    ("function", "last", "message"),
+    [
+        (wants_anser, {"answer": "4"}, "row 0, which .*answer: TypeError: missing .*'anser'"),
+        (takes_no_columns, {"answer": "4"}, "row 0, .*: TypeError: got an unexpected keyword"),
+        (right, {}, "row 2, .*: TypeError: missing a required argument: 'answer'"),
+    ],
 )
-def test_what_is_no_rollout_is_refused(rollout_fn, message):
-    with pytest.raises(UserError, match=f"rollout_fn on dataset row 0: {message}"):
-        rolled_out(rollout_fn)
+def test_rewards_that_do_not_fit_the_data(function, last, message):
+    answered = [{"prompt": "1+1=", "answer": "2"}] * 2
+    fits = make_config(reward_funcs=[right, best_of(right, only_first)])
+    check_rewards(prompts_of(lambda: answered), fits)
+    prompts = prompts_of(lambda: [*answered, {"prompt": "2+2=", **last}])
+    with pytest.raises(UserError, match=f"reward {function.__name__} on dataset {message}"):
+        check_rewards(prompts, make_config(reward_funcs=[function]))
 
 
 def score(groups, config):
@@ -701,16 +614,11 @@ def score(groups, config):
     return [group.reward for group in groups]
 
 
-def test_weights_are_not_rounded():
-    """To float32, in which 0.1 is another number."""
-    config = make_config(reward_funcs=[right, only_first], reward_weights=[0.1, 0.2])
-    assert weighted(table([[1.0, None], [1.0, 1.0]]), config) == [0.1, 0.1 + 0.2]
-
-
 def test_weighted_rewards_and_none():
-    config = make_config(reward_funcs=[right, only_first], reward_weights=[1.0, 0.5])
+    """Weights are not rounded to float32, in which 0.1 is another number."""
+    config = make_config(reward_funcs=[right, only_first], reward_weights=[0.1, 0.2])
     groups = make_groups()
-    assert score(groups, config) == [[2.0, 1.0], [0.0, 0.0]]
+    assert score(groups, config) == [[0.1 + 0.2 * 2, 0.2 * 2], [0.0, 0.0]]
     assert groups[0].texts == ["2", "3"]
     assert_same(groups[1].rewards, table([[0.0, math.nan], [0.0, math.nan]]))
     for group in groups:
@@ -719,31 +627,21 @@ def test_weighted_rewards_and_none():
     assert metrics["rewards/right"] == 0.25
     assert metrics["rewards/only_first"] == 2.0
     assert metrics["frac_reward_zero_std"] == 0.5
-    totals = score(
-        make_groups(), dataclasses.replace(config, reward_funcs=[only_first], reward_weights=None)
-    )
-    assert totals[0] == [2.0, 2.0]
-    assert all(math.isnan(value) for value in totals[1])
+    first, second = score(make_groups(), make_config(reward_funcs=[only_first]))
+    assert first == [2.0, 2.0]
+    assert all(math.isnan(value) for value in second)
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [
-        (
-            short,
-            "reward short on dataset row 7 must return a list of 2, one per completion: numbers below 1e30, or None: "
-            "it returned \\[1.0\\]",
-        ),
-        (
-            words,
-            "numbers below 1e30, or None: AttributeError: 'str' object has no attribute '__float__'",
-        ),
-        (infinite, "it returned \\[1.0, inf\\]"),
-        (scalar, "TypeError: 'float' object is not iterable"),
-    ],
+    [(short, r"it returned \[1.0\]"), (scalar, "TypeError: 'float' object is not iterable")],
 )
 def test_bad_rewards(function, message):
-    with pytest.raises(ValueError, match=message):
+    """Numbers that are none: test_kinds.py."""
+    message = f"a list of 2, one per completion: numbers below 1e30, or None: {message}"
+    with pytest.raises(
+        UserError, match=f"{function.__name__} on dataset row 7 must return {message}"
+    ):
         score(make_groups(), make_config(reward_funcs=[function]))
 
 
@@ -751,119 +649,39 @@ def test_bad_rewards(function, message):
 def test_a_failed_call_gives_the_configured_value(tmp_path, value):
     """The other function's rewards still count; the sample is written down."""
     config = make_config(
-        reward_funcs=[right, raises],
-        failed_reward=value,
-        output_dir=str(tmp_path),
-        reward_timeout=30.0,
+        reward_funcs=[right, raises], failed_reward=value, output_dir=str(tmp_path)
     )
-    scorer = Scorer(make_tokenizer(), config)
     (group, _) = make_groups()
-    scorer.score(group)
-    assert group.reward == [1.0 + (value or 0), 0.0 + (value or 0)]
-    given = math.nan if value is None else value
-    assert_same(group.rewards, table([[1.0, given], [0.0, given]]))
-    assert scorer.failures.count == 1
+    assert score([group], config) == [[1.0 + (value or 0), 0.0 + (value or 0)]]
+    assert_same(group.rewards, table([[1.0, value], [0.0, value]]))
     (line,) = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
+    place = f"some_rewards.py:{raises.__code__.co_firstlineno + 1}"
     assert json.loads(line) == {
-        "error": "reward raises on dataset row 7 raised KeyError: 'gold' "
-        f"(some_rewards.py:{raises.__code__.co_firstlineno + 1})",
-        "prompt": "1+1=", "completions": ["2", "3"], "columns": {"answer": "2"},
-    }  # fmt: skip
-    scorer.close()
+        "error": f"reward raises on dataset row 7 raised KeyError: 'gold' ({place})",
+        "prompt": "1+1=",
+        "completions": ["2", "3"],
+        "columns": {"answer": "2"},
+    }
 
 
 def test_a_hanging_reward_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "IMPORT_GRACE_S", 2.0)
-    config = make_config(
-        reward_funcs=[hangs, right], reward_timeout=0.3, reward_workers=1, output_dir=str(tmp_path)
-    )
-    groups = make_groups()
-    assert score(groups, config) == [[1.0, 0.0], [0.0, 0.0]]
-    lines = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
-    assert len(lines) == 2
-    assert all("reward hangs on dataset row 7 took longer than 0.3 s" in line for line in lines)
-
-
-def test_a_reward_that_only_fails_ends_the_run(tmp_path):
-    config = make_config(reward_funcs=[raises], batch_size=4, output_dir=str(tmp_path))
-    with pytest.raises(
-        ValueError,
-        match="reward raises on dataset row 7 raised KeyError: 'gold' .*; so did 4 calls in a row",
-    ):
-        score([*make_groups(), *make_groups()], config)
+    fields = {"reward_timeout": 0.3, "reward_workers": 1, "output_dir": str(tmp_path)}
+    config = make_config(reward_funcs=[hangs, right], **fields)
+    assert score(make_groups()[:1], config) == [[1.0, 0.0]]
+    (line,) = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
+    assert "reward hangs on dataset row 7 took longer than 0.3 s" in line
 
 
 def test_best_of_several_verifiers():
     """As one reward function, in a worker: the better of two, None only where neither applies."""
     either = best_of(right, only_first)
     assert either.__name__ == "best_of_right_only_first"
-    assert "answer" in required(
-        either
-    )  # None where the info of a rollout_fn has none, as for `right` alone
-    assert to_json(make_config(reward_funcs=[either]))["reward_funcs"] == [
-        "recipes.rewards.best_of_right_only_first"
-    ]
+    assert "answer" in required(either)  # None where no info has it, as for `right` alone
+    config = make_config(reward_funcs=[either])
+    assert to_json(config)["reward_funcs"] == ["recipes.rewards.best_of_right_only_first"]
     groups = make_groups()
-    assert score(groups, make_config(reward_funcs=[either])) == [[2.0, 2.0], [0.0, 0.0]]
+    assert score(groups, config) == [[2.0, 2.0], [0.0, 0.0]]
     nothing = best_of(only_first, only_first)
     score(groups, make_config(reward_funcs=[nothing]))
     assert_same(groups[1].rewards, table([[math.nan], [math.nan]]))
-
-
-def test_numpy_and_torch_numbers_are_numbers():
-    values = lambda **_: [torch.tensor([0.5, 1.5])[i].item() for i in range(2)]
-    values.__name__ = "values"
-    assert score(make_groups(), make_config(reward_funcs=[values]))[0] == [0.5, 1.5]
-
-
-def test_a_group_is_as_old_as_its_oldest_token():
-    one = Completion([5, 6], [-1.0, -1.0], "stop", [4, 6])
-    two = Completion([5], [-1.0], "stop", 5)
-    assert Group(Prompt(0, [5], "", {}), [two, one]).oldest_version == 4
-
-
-def test_a_group_begins_when_it_has_a_server():
-    """Not when it begins to wait for one, for which two versions passed here."""
-
-    class Busy:
-        version = 1
-
-        @contextmanager
-        def lease(self):
-            self.version = 3
-            yield SimpleNamespace(
-                number=0, version=3, generate=lambda *_: [Completion([5], [-1.0], "stop", 3)]
-            )
-
-    group, client = Group(Prompt(0, [5], "", {})), Busy()
-    sample_group(group, client, None, make_config(), n=1)  # type: ignore[arg-type]
-    assert group.started_version == 3
-    assert 0 < group.started_s <= group.sampled_s
-
-
-def seeds_sent(monkeypatch, **fields):
-    """The seed of each request of two neighbouring groups."""
-    sent = []
-
-    def generate(self, prompt, sampling, *_):
-        sent.append(sampling.get("seed"))
-        return [Completion([5], [-1.0], "stop", 0) for _ in range(sampling["n"])]
-
-    monkeypatch.setattr(Server, "generate", generate)
-    client: Any = OneServer()
-    for number in (6, 7):
-        group = Group(Prompt(0, [5], "", {}), id=number)
-        sample_group(group, client, None, make_config(num_generations=4, **fields))
-    return sent
-
-
-def test_seeds_of_groups(monkeypatch):
-    """vLLM adds a completion's number: no two completions of a run, or of two runs, have the same."""
-    first, second = seeds_sent(monkeypatch, max_staleness=0)
-    assert second - first >= 4
-    assert all(0 <= seed < 2**63 - 4 for seed in (first, second))
-    assert seeds_sent(monkeypatch, max_staleness=0) == [first, second]
-    others = seeds_sent(monkeypatch, max_staleness=0, seed=43)
-    assert others[0] - first > 10**9
-    assert seeds_sent(monkeypatch, max_staleness=0, sampling_params={"seed": 3}) == [3, 3]
-    assert seeds_sent(monkeypatch, max_staleness=1) == [None, None]

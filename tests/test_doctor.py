@@ -8,15 +8,7 @@ from helpers import RECIPE, ROOT, on_forked_ranks
 
 DOCTOR = ROOT / "scripts" / "doctor.py"
 # One server takes 1 + 0.5 * 8 = 5 s for a batch, two take 3 s; the last second is a reward's.
-PARTS = Parts(
-    sampling=(1.0, 0.5),
-    num_groups=8,
-    reward_s=1.0,
-    rows=[0.4, 1.0],
-    train_s=3.0,
-    sync_s=1.0,
-    slowdown=1.5,
-)
+PARTS = Parts((1.0, 0.5), 8, reward_s=1.0, rows=[0.4, 1.0], train_s=3.0, sync_s=1.0, slowdown=1.5)
 CONSTANT = "\ndef always_one(completions, **_): return [1.0] * len(completions)\n"
 
 
@@ -41,46 +33,36 @@ def test_what_fits():
     assert fitting_tokens((2e9, 0.0), 10e9) == 0  # the peak does not tell
 
 
+# Rows at 1.2, 2.4 and 6 s of 2 s each; ten groups are sampled, as two are dropped.
+QUEUED = PARTS._replace(rows=[0.2, 0.4, 1.0], num_groups=10, train_s=6)
+# A batch that is one request: sampled in 16 s, all of it latency, and trained in 8.
+LATENT = Parts((16.0, 0.0), 8, reward_s=0.0, rows=[1.0], train_s=8.0, sync_s=0.0, slowdown=1.0)
+
+
 @pytest.mark.parametrize(
-    ("num_servers", "staleness", "train_s", "expected"),
+    ("parts", "num_servers", "staleness", "expected"),
     [
-        (1, 0, 3, (7.5, 3.5 / 7.5, 3.5 / 7.5)),  # rows come at 2 and 5 s and end at 3.5 and 6.5
-        (2, 0, 3, (5.5, 1.5 / 5.5, 3.5 / 5.5)),  # at 1.2 and 3 s, and end at 2.7 and 4.5
-        (
-            1,
-            1,
-            3,
-            (7.5, 1.5 / 7.5, 1.5 / 7.5),
-        ),  # 1.5 * (4 + 1): the 1 s that does not grow is hidden
-        (2, 1, 3, (6, 0, 0.5)),  # 1.5 * (3 + 1): the trainer never waits
-        (
-            8,
-            1,
-            0.5,
-            (2.8125, 0.5625 / 2.8125, 2.0625 / 2.8125),
-        ),  # alone 1.75 s (rows at 0.6 and 1.5), half of it here
-        (8, 2, 0.1, (2.275, 0.625 / 2.275, 1.525 / 2.275)),  # alone 1.55 s, a third of it here
+        # Rows come at 2 and 5 s and end at 3.5 and 6.5.
+        (PARTS, 1, 0, (7.5, 3.5 / 7.5, 3.5 / 7.5)),
+        # At 1.2 and 3 s, and end at 2.7 and 4.5.
+        (PARTS, 2, 0, (5.5, 1.5 / 5.5, 3.5 / 5.5)),
+        # 1.5 * (4 + 1): the 1 s that does not grow is hidden.
+        (PARTS, 1, 1, (7.5, 1.5 / 7.5, 1.5 / 7.5)),
+        # 1.5 * (3 + 1): the trainer never waits.
+        (PARTS, 2, 1, (6, 0, 0.5)),
+        # Alone 1.75 s (rows at 0.6 and 1.5), half of it here.
+        (PARTS._replace(train_s=0.5), 8, 1, (2.8125, 0.5625 / 2.8125, 2.0625 / 2.8125)),
+        # Alone 1.55 s, a third of it here.
+        (PARTS._replace(train_s=0.1), 8, 2, (2.275, 0.625 / 2.275, 1.525 / 2.275)),
+        # They end at 3.2, 5.2 and 8.
+        (QUEUED, 1, 0, (9, 2 / 9, 4 / 9)),
+        (LATENT, 1, 0, (24, 16 / 24, 8 / 24)),
+        # Two batches take turns, 12 s each.
+        (LATENT, 1, 1, (12, 1 / 3, 0)),
     ],
 )
-def test_prediction(num_servers, staleness, train_s, expected):
-    assert predict(PARTS._replace(train_s=train_s), num_servers, staleness) == pytest.approx(
-        expected
-    )
-
-
-def test_rows_that_queue():
-    """Rows at 1.2, 2.4 and 6 s of 2 s each end at 3.2, 5.2 and 8; ten groups are sampled, as two are dropped."""
-    parts = PARTS._replace(rows=[0.2, 0.4, 1.0], num_groups=10, train_s=6)
-    assert predict(parts, 1, 0) == pytest.approx((9, 2 / 9, 4 / 9))
-
-
-def test_a_batch_that_is_one_request():
-    """Sampled in 16 s, all of it latency, and trained in 8: at staleness 1 two batches take turns, 12 s each."""
-    parts = Parts(
-        (16.0, 0.0), num_groups=8, reward_s=0.0, rows=[1.0], train_s=8.0, sync_s=0.0, slowdown=1.0
-    )
-    assert predict(parts, 1, 0).step_s == pytest.approx(24)
-    assert predict(parts, 1, 1) == pytest.approx((12, 1 / 3, 0))
+def test_prediction(parts, num_servers, staleness, expected):
+    assert predict(parts, num_servers, staleness) == pytest.approx(expected)
 
 
 def test_which_staleness_is_faster():
@@ -142,18 +124,16 @@ def test_each_figure_and_the_next_run(place, tmp_path):
     assert 0 < mean < most < 1e-3
     assert 0 < float(re.findall(f"equal to ({NUMBER}),", table)[0]) < 1e-4
     assert "max_tokens_per_gpu" not in table.partition("\n\n")[2]
-    next_run = on_forked_ranks(
-        0, "train.py", place, "--max_steps", "1", "--output_dir", tmp_path / "next"
-    )
+    words = ["--max_steps", "1", "--output_dir", tmp_path / "next"]
+    next_run = on_forked_ranks(0, "train.py", place, *words)
     assert next_run.returncode == 0, next_run.stdout + next_run.stderr
 
 
 def test_wrong_settings_on_two_ranks(place):
     """Each is named once, by rank 0."""
-    wrong = ["--reward_funcs", "always_one", "--use_peft", "true", "--max_tokens_per_gpu", "64"]
-    done = on_forked_ranks(
-        2, DOCTOR, place, *wrong, "--max_completion_len", "2", "--temperature", "0.5"
-    )
+    wrong = "--reward_funcs always_one --use_peft true --max_tokens_per_gpu 64"
+    wrong += " --max_completion_len 2 --temperature 0.5"
+    done = on_forked_ranks(2, DOCTOR, place, *wrong.split())
     assert done.returncode == 0, done.stdout + done.stderr
     advice = done.stdout.partition("\n\n")[2]
     for text in ("rewards are all equal in 100% of groups: nothing to learn", "cuts"):

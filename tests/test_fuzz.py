@@ -12,6 +12,7 @@ from build_tiny_vlm import build_processor
 from helpers import ROOT, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_config import make as make_config
 
 from config import TrainConfig, UserError, parse_args
 from rollouts.data import leave_out_long, load_prompts
@@ -36,43 +37,29 @@ VALUES = st.text(max_size=12) | st.sampled_from(
 )
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(FLAGS) | st.text(max_size=8), VALUES), min_size=1, max_size=3
-    )
-)
+WORDS = st.tuples(st.sampled_from(FLAGS) | st.text(max_size=8), VALUES)
+
+
+@given(st.lists(WORDS, min_size=1, max_size=3))
 def test_command_lines(pairs):
+    words = [word for pair in pairs for word in pair]
     with suppress(UserError, SystemExit):  # SystemExit: --help
-        assert isinstance(
-            parse_args([TINY, *(word for pair in pairs for word in pair)]), TrainConfig
-        )
+        assert isinstance(parse_args([TINY, *words]), TrainConfig)
 
 
-PARTS = st.dictionaries(
-    st.sampled_from(["type", "text", "image", "image_url", "url", "x"]), JSON, max_size=3
-)
+KEYS = st.sampled_from(["type", "text", "image", "image_url", "url", "x"])
+PARTS = st.lists(st.dictionaries(KEYS, JSON, max_size=3) | JSON, max_size=2)
 MESSAGES = st.dictionaries(
-    st.sampled_from(["role", "content", "name"]),
-    st.text(max_size=5) | st.lists(PARTS | JSON, max_size=2) | JSON,
-    max_size=3,
+    st.sampled_from(["role", "content", "name"]), st.text(max_size=5) | PARTS | JSON, max_size=3
 )
-ROWS = st.fixed_dictionaries(
-    {},
-    optional={
-        "prompt": JSON | st.lists(MESSAGES, max_size=3),
-        "image": JSON,
-        "images": JSON,
-        "answer": JSON,
-    },
-)
+PROMPTS = {"prompt": JSON | st.lists(MESSAGES, max_size=3)}
+ROWS = st.fixed_dictionaries({}, optional=PROMPTS | {"image": JSON, "images": JSON, "answer": JSON})
 
 
 @pytest.mark.parametrize("processor", [make_tokenizer(), build_processor()], ids=["text", "vision"])
 @given(rows=st.lists(ROWS | JSON, max_size=3))
 def test_rows(processor, rows):
-    config = TrainConfig(
-        model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], max_completion_len=4
-    )
+    config = make_config(max_completion_len=4)
     with suppress(UserError):
         prompts = leave_out_long(load_prompts(lambda: rows, "train", processor, config), 50, config)
         assert all(0 < len(prompt.token_ids) <= 50 for prompt in prompts)
@@ -107,20 +94,11 @@ def test_replies(path, value, cut):
     place[last] = value
     try:
         completion = parse(message, max(cut - 30, 0))
-    except (msgspec.MsgspecError, ValueError, ServerError):  # what `post` and `generate` expect
-        return
-    except OverflowError:  # of msgpack, which has no such numbers
-        return
+    except (msgspec.MsgspecError, ValueError, ServerError, OverflowError):
+        return  # as `post` and `generate` expect; msgpack has no numbers that overflow
     assert isinstance(completion, Completion)
     assert len(completion.token_ids) == len(completion.sampler_logprobs)
     assert len(completion.weight_versions) == len(completion.token_ids)
-
-
-@pytest.mark.parametrize("spans", [[["3", 0, 1]], [["3", 1, 2]], [], [["3", 0, 1], ["4", 1, 1]]])
-def test_a_token_without_a_version_is_refused(spans):
-    """Else it would count as the environment's, and not train."""
-    with pytest.raises(ValueError, match="of 2 tokens some have no weight version"):
-        parse(MESSAGE | {"weight_versions": spans})
 
 
 @pytest.mark.parametrize("logprobs", [[float("nan")], [float("-inf")], [], [-1.0, -1.0]])

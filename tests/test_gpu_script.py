@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,20 +12,12 @@ from helpers import ENV, ROOT
 
 from benchmarks.common import Rows, Skipped
 from benchmarks.steps import flops
-from benchmarks.train_modes import kind_of
 
 PARTS = [
-    "tests",
-    "micro",
-    "prefix-1.5B",
-    "prefix-8B",
-    "steps",
-    "trees",
-    "train",
-    "ranks",
-    "server",
-    "run",
-]
+    "tests", "micro", "prefix-1.5B", "prefix-8B", "steps", "trees", "train", "ranks",
+    "server", "run",
+]  # fmt: skip
+NAMES = "tests, micro, prefix [1.5B|8B], steps, trees, train, ranks, server, run"
 ON_CPU = {**ENV, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
 
 
@@ -40,6 +30,18 @@ def gpu_sh(*words, env=ON_CPU, timeout_s=60):
 
 def rows_of(path):
     return json.loads(path.read_text())["rows"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The rows of all parts without a GPU: two minutes on two idle cores, six on busy ones."""
+    folder = tmp_path_factory.mktemp("small")
+    done = gpu_sh("--out", folder, timeout_s=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "no GPU here: what can run runs small on the CPU" in done.stdout
+    for part in PARTS:
+        assert "cores" in json.loads((folder / f"{part}.json").read_text())["machine"]
+    return {part: rows_of(folder / f"{part}.json") for part in PARTS}
 
 
 @pytest.fixture
@@ -68,14 +70,8 @@ def with_nvidia_smi(folder):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (
-            ["nope"],
-            "unknown part nope: tests, micro, prefix [1.5B|8B], steps, trees, train, ranks, server, run",
-        ),
-        (
-            ["micro", "8B"],
-            "unknown part micro 8B: tests, micro, prefix [1.5B|8B], steps, trees, train, ranks, server, run",
-        ),
+        (["nope"], f"unknown part nope: {NAMES}"),
+        (["micro", "8B"], f"unknown part micro 8B: {NAMES}"),
         (["prefix", "3B"], "unknown size 3B: 1.5B or 8B"),
         (["--fast"], "unknown option --fast: there is --out FOLDER"),
         (["micro", "--out"], "--out needs a folder"),
@@ -89,16 +85,15 @@ def test_a_wrong_command_is_one_line(words, error):
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_all_parts_in_order(stand_in, tmp_path, device):
     """On an emulated GPU at full size; on a CPU small, where there is a small form."""
-    done = gpu_sh("--out", tmp_path / "out", env=stand_in(device))
+    out = tmp_path / "out"
+    done = gpu_sh("--out", out, env=stand_in(device))
     assert done.returncode == 0, done.stderr
     ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
-    assert [words[2] for words in ran] == [str(tmp_path / "out" / f"{part}.json") for part in PARTS]
+    assert [words[2] for words in ran] == [str(out / f"{part}.json") for part in PARTS]
     small = [part for part, words in zip(PARTS, ran, strict=True) if "--quick" in words]
     assert small == ([] if device == "cuda" else [*PARTS[1:-2], "run"])
-    assert [words[words.index("--models") + 1] for words in ran if "--models" in words] == [
-        "1.5B",
-        "8B",
-    ]
+    sizes = [words[words.index("--models") + 1] for words in ran if "--models" in words]
+    assert sizes == ["1.5B", "8B"]
 
 
 def test_a_part_that_takes_too_long_is_cut(stand_in, tmp_path):
@@ -132,13 +127,8 @@ def test_rows_stay_when_a_variant_fails(tmp_path):
 @pytest.mark.parametrize(
     ("model", "num_tokens", "adapters", "seconds", "mfu"),
     [
-        (
-            "Qwen3-0.6B",
-            16384,
-            None,
-            2 * 16384 / 11896,
-            11.1,
-        ),  # by its tokens a second: the time between steps
+        # By its tokens a second: the time between steps.
+        ("Qwen3-0.6B", 16384, None, 2 * 16384 / 11896, 11.1),
         ("Qwen3-4B", 16384, 33_030_144, 5.26, 21.7),
         ("Qwen3-4B", 65536, 33_030_144, 31.5, 37.4),
     ],
@@ -169,79 +159,30 @@ def test_flops_are_those_of_a_forward_and_backward():
     assert counter.get_total_flops() - expected in (0, of_angles)
 
 
-def test_what_an_operation_belongs_to():
-    def event(*names):
-        found = None
-        for name in names:
-            found = SimpleNamespace(name=name, cpu_parent=found)
-        return found
-
-    cascade, kernel = "_CascadeBackward", "aten::_flash_attention_forward"
-    assert kind_of(event("Checkpoint", cascade, kernel, "aten::empty")) == "attention"
-    assert kind_of(event(cascade, "aten::logaddexp")) == "merge"
-    assert kind_of(event("_Product32Backward", "aten::mm")) == "head"
-    assert kind_of(event("aten::linear", "aten::mm")) == "rest"
-
-
-@pytest.mark.server
 @pytest.mark.slow
-def test_micro(tmp_path):
-    """Rows come one by one; every variant that runs gives the same attention and log-probs, to fp32's rounding."""
-    path = tmp_path / "micro.json"
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "micro.py"),
-        "--quick",
-        "--json",
-        str(path),
+def test_micro(small):
+    """Every variant that runs gives the same attention and log-probs, to fp32's rounding."""
+    rows = small["micro"]
+    ran = [row for row in rows if row["part"] in ("attention", "head") and "ms" in row]
+    sizes = [
+        row["groups"] for row in ran if row["part"] == "attention" and row["variant"] == "ours"
     ]
-    process = subprocess.Popen(command, env=ON_CPU, stdout=subprocess.DEVNULL)
-    seen = set()
-    deadline = time.monotonic() + 120
-    while process.poll() is None:
-        assert time.monotonic() < deadline
-        if path.exists():
-            seen.add(len(rows_of(path)))  # valid at any moment
-        time.sleep(0.01)
-    assert process.returncode == 0
-    assert len(seen) > 5
-    rows = rows_of(path)
-    assert not [row for row in rows if "error" in row]
-    ran = {
-        part: [row for row in rows if row["part"] == part and "ms" in row]
-        for part in ("attention", "head")
-    }
-    assert {row["groups"] for row in ran["attention"] if row["variant"] == "ours"} == {1, 10, 40}
-    assert all(row["difference"] < 1e-5 for row in ran["attention"])
-    assert all(row["difference"] < 1e-5 for row in ran["head"])
-    assert {row["variant"] for row in ran["head"]} > {
-        "ours",
-        "all logits, cross_entropy",
-        "chunks under checkpoint",
-    }
+    assert set(sizes) == {1, 10, 40}
+    assert all(row["difference"] < 1e-5 for row in ran)
+    variants = {"ours", "all logits, cross_entropy", "chunks under checkpoint"}
+    assert {row["variant"] for row in ran if row["part"] == "head"} > variants
     assert all(row["skipped"] for row in rows if "difference" not in row and row["part"] != "layer")
 
 
 @pytest.mark.server
 def test_steps(tmp_path):
     """All modes take the same step, to bf16's rounding: 2⁻⁸ of each product."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "steps.py"), "--quick", "--json"]
     path = tmp_path / "steps.json"
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "steps.py"),
-        "--quick",
-        "--json",
-        str(path),
-    ]
-    subprocess.run(command, env=ON_CPU, check=True, timeout=120, capture_output=True)
+    subprocess.run([*command, path], env=ON_CPU, check=True, timeout=120, capture_output=True)
     rows = rows_of(path)
-    assert [row["mode"] for row in rows] == [
-        "bf16",
-        "fsdp_bf16",
-        "bf16",
-        "fsdp_bf16",
-        "bf16 weights",
-    ]
+    modes = [row["mode"] for row in rows]
+    assert modes == ["bf16", "fsdp_bf16", "bf16", "fsdp_bf16", "bf16 weights"]
     for method in ("full", "LoRA r16"):
         norms = [row["grad_norm"] for row in rows if row["method"] == method]
         assert max(norms) - min(norms) < 0.01 * max(norms)
@@ -260,30 +201,22 @@ def test_what_needs_a_gpu_says_so(part, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_part_without_a_gpu(tmp_path):
-    """Two minutes on two idle cores, six on busy ones."""
-    done = gpu_sh("--out", tmp_path, timeout_s=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "no GPU here: what can run runs small on the CPU" in done.stdout
-    rows = {part: rows_of(tmp_path / f"{part}.json") for part in PARTS}
-    assert not [row for of_part in rows.values() for row in of_part if "error" in row]
-    for part in PARTS:
-        assert "cores" in json.loads((tmp_path / f"{part}.json").read_text())["machine"]
-        assert all("skipped" in row for row in rows[part]) == (part in ("tests", "server"))
-    assert all(row["ours_difference"] < 1e-4 for part in PARTS[2:4] for row in rows[part])
-    exact = next(row for row in rows["train"] if row.get("mode") == "FSDP2 fp32")
+def test_every_part_without_a_gpu(small):
+    for part, rows in small.items():
+        assert not [row for row in rows if "error" in row]
+        assert all("skipped" in row for row in rows) == (part in ("tests", "server"))
+    assert all(row["ours_difference"] < 1e-4 for part in PARTS[2:4] for row in small[part])
+    exact = next(row for row in small["train"] if row.get("mode") == "FSDP2 fp32")
     assert exact["loss_difference"] < 1e-5  # the same arithmetic on the same data
-    profile = rows["train"][-1]
+    profile = small["train"][-1]
     assert min(profile[f"{kind}_percent"] for kind in ("attention", "merge", "head", "rest")) > 0.5
 
 
 @pytest.mark.slow
-def test_trees_beside_trls(tmp_path):
+def test_trees_beside_trls(small):
     """TRL's rows give the log-probs of each sequence alone, on a CPU with a loop for its kernel; and ours do."""
     pytest.importorskip("trl")
-    script = [sys.executable, str(ROOT / "benchmarks" / "trees.py"), "--quick"]
-    subprocess.run([*script, "--json", str(tmp_path / "rows")], env=ON_CPU, check=True)
-    rows = [row for row in rows_of(tmp_path / "rows") if row["method"] != "flash4"]
+    rows = [row for row in small["trees"] if row["method"] != "flash4"]
     assert [row["method"] for row in rows] == ["trl"] * 3 + ["ours"] * 3
     assert max(row["max_error"] for row in rows) < 1e-5  # fp32, of log-probs around 7
     for trl, ours in zip(rows[:3], rows[3:], strict=True):

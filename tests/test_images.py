@@ -8,12 +8,14 @@ import struct
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import closing, contextmanager
+from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import helpers  # noqa: F401  # first: it finds the repository
 import pytest
 import requests
@@ -34,26 +36,25 @@ from transformers import (
 
 import prefix_attention
 from config import TrainConfig, UserError, to_json
-from recipes import geometry3k
 from recipes.replay import Replay, save
-from recipes.rewards import math_answer
 from recipes.tiny_vlm import squares
 from rollouts.data import leave_out_long, load_prompts
 from rollouts.group import Completion, Group, Prompt, version_spans
-from rollouts.images import Images, image_source, joined_images, open_image, with_images
+from rollouts.images import (
+    Images,
+    image_example,
+    image_source,
+    joined_images,
+    open_image,
+    with_images,
+)
 from rollouts.processor import hold_date, load_processor
 from rollouts.rollouts import Rollouts
 from rollouts.sampling import sample_group
 from train import train_batch
 from training.batching import Dealer, micro_batches
-from training.model import (
-    build_policy,
-    build_reference,
-    load_model,
-    share_prefixes,
-    token_logprobs,
-)
-from training.vision import frozen_modules, image_features
+from training.model import build_policy, build_reference, share_prefixes, token_logprobs
+from training.vision import image_features
 from utils import broadcast_object, is_main, process_group
 from vllm_client import ServerError
 from weights.publish import full_tensor, unwrap
@@ -70,22 +71,18 @@ def picture(number):
     return squares(number + 1, seed=5)[number]["image"]
 
 
+def user(content):
+    return {"role": "user", "content": content}
+
+
 def rows():
     """One image, none, two of them in the messages' places, one in a column of the other name."""
     inside = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
     return [
         {"prompt": "Colour?", "image": picture(0), "answer": "red"},
         {"prompt": "No picture.", "image": None, "answer": "blue"},
-        {
-            "prompt": [{"role": "user", "content": inside}],
-            "images": [picture(1), picture(2)],
-            "answer": "red",
-        },
-        {
-            "prompt": [{"role": "user", "content": "What?"}],
-            "images": [picture(3)],
-            "answer": "pink",
-        },
+        {"prompt": [user(inside)], "images": [picture(1), picture(2)], "answer": "red"},
+        {"prompt": [user("What?")], "images": [picture(3)], "answer": "pink"},
     ]
 
 
@@ -102,23 +99,17 @@ def make_config(model="m", url="http://x", **fields):
 
 def load(source, max_prompt_len=100, processor=None, **fields):
     config = make_config(**fields)
-    return leave_out_long(
-        load_prompts(source, "train", processor or build_processor(), config),
-        max_prompt_len,
-        config,
-    )
+    prompts = load_prompts(source, "train", processor or build_processor(), config)
+    return leave_out_long(prompts, max_prompt_len, config)
 
 
 def test_prompts_of_mixed_rows():
     """Each image takes 16 tokens between its two marks, where the messages have it or before the text."""
     processor = build_processor()
-    start, end, image = processor.tokenizer.convert_tokens_to_ids(
-        ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-    )
-    letters = {
-        text: processor.tokenizer(text)["input_ids"]
-        for text in ("Colour?", "No picture.", "or", "What?")
-    }
+    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+    start, end, image = processor.tokenizer.convert_tokens_to_ids(marks)
+    texts = ("Colour?", "No picture.", "or", "What?")
+    letters = {text: processor.tokenizer(text)["input_ids"] for text in texts}
     one = [start, *[image] * IMAGE_TOKENS, end]
     prompts = load(rows)
     assert [p.token_ids for p in prompts] == [
@@ -144,13 +135,11 @@ def test_prompts_of_mixed_rows():
 def test_a_saved_group_gets_its_images_back(tmp_path):
     """They are not in the file: a replay processes them anew."""
     prompts, processor = load(rows), build_processor()
-    config = make_config(
-        output_dir=str(tmp_path), batch_size=1, num_generations=2, parts=["recipes.replay.save"]
-    )
-    sampled = Completion([5, 6], [-1.0, -0.5], "stop", 0)
+    fields = {"output_dir": str(tmp_path), "parts": ["recipes.replay.save"]}
+    config = make_config(batch_size=1, num_generations=2, **fields)
     group = Group(
         with_images(prompts[2], processor, config),
-        [sampled],
+        [Completion([5, 6], [-1.0, -0.5], "stop", 0)],
         rewards=table([[1.0]]),
         advantages=[0.5],
     )
@@ -179,35 +168,16 @@ def test_images_in_every_shape(tmp_path):
     original.save(path)
     content = path.read_bytes()
     url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    sources = [
-        original,
-        str(path),
-        content,
-        {"bytes": content, "path": None},
-        {"bytes": None, "path": str(path)},
-        url,
-    ]
+    of_dataset = [{"bytes": content, "path": None}, {"bytes": None, "path": str(path)}]
+    sources = [original, str(path), content, url, *of_dataset]
     for source in sources:
         assert open_image(image_source(source)).tobytes() == original.tobytes()
-    gray = original.convert("L")
-    assert open_image(gray).mode == "RGB"
+    assert open_image(original.convert("L")).mode == "RGB"
     turned = tmp_path / "turned.jpg"
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was held upright
     Image.new("RGB", (40, 20)).save(turned, exif=exif)
     assert open_image(str(turned)).size == (20, 40)
-
-
-def test_images_inside_messages(tmp_path):
-    picture(1).save(tmp_path / "b.png")
-    parts = [
-        {"type": "text", "text": "a"},
-        {"type": "image", "image": picture(0)},
-        {"type": "image_url", "image_url": {"url": str(tmp_path / "b.png")}},
-    ]
-    (prompt,) = load(lambda: [{"prompt": [{"role": "user", "content": parts}]}])
-    assert len(prompt.sources) == 2
-    assert json.dumps(prompt.content)  # for completions.jsonl
 
 
 def test_messages_as_datasets_fills_them(tmp_path):
@@ -219,40 +189,33 @@ def test_messages_as_datasets_fills_them(tmp_path):
     )
     processor = build_processor()
     processor.chat_template = template
-    parts = [
-        {"type": "image", "text": None},
-        {"type": "text", "text": "Colour?", "image": None, "image_url": None},
-    ]
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "Colour?", "image": None}]
     system = {"role": "system", "content": [{"type": "text", "text": "See.", "image": None}]}
-    row = {"prompt": [system, {"role": "user", "content": parts}], "image": picture(0)}
+    row = {"prompt": [system, user(parts)], "image": picture(0)}
     (prompt,) = load(lambda: [row], processor=processor)
-    letters = processor.tokenizer.decode(prompt.token_ids)
-    assert (
-        letters
-        == "system:See.user:<|vision_start|>"
-        + IMAGE_TOKENS * "<|image_pad|>"
-        + "<|vision_end|>Colour?"
-    )
-    system["content"] = (
-        "See."  # without places the image stands before the user's text, not the system's
-    )
+    seen = "<|vision_start|>" + IMAGE_TOKENS * "<|image_pad|>" + "<|vision_end|>"
+    assert processor.tokenizer.decode(prompt.token_ids) == f"system:See.user:{seen}Colour?"
+    system["content"] = "See."  # without places the image stands before the user's text
     row["prompt"][1]["content"] = "Colour?"
     assert load(lambda: [row], processor=processor)[0].token_ids == prompt.token_ids
 
 
-def test_a_row_with_images_keeps_the_arguments_of_its_template():
-    """Its text is made again where its images are."""
+def test_images_inside_messages_keep_the_arguments_of_the_template(tmp_path):
+    """The text is made again where the images are."""
     processor = build_processor()
     processor.chat_template += "{% if not enable_thinking %}(no thought){% endif %}"  # type: ignore[operator]
-    row = {
-        "prompt": "Colour?",
-        "image": picture(0),
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
+    picture(1).save(tmp_path / "b.png")
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image", "image": picture(0)},
+        {"type": "image_url", "image_url": {"url": str(tmp_path / "b.png")}},
+    ]
+    row = {"prompt": [user(parts)], "chat_template_kwargs": {"enable_thinking": False}}
     (prompt,) = load(lambda: [row], processor=processor)
-    assert processor.tokenizer.decode(prompt.token_ids).endswith("Colour?(no thought)")
-    again = with_images(prompt, processor, make_config())
-    assert again.token_ids == prompt.token_ids
+    assert len(prompt.sources) == 2
+    assert json.dumps(prompt.content)  # for completions.jsonl
+    assert processor.tokenizer.decode(prompt.token_ids).endswith("(no thought)")
+    assert with_images(prompt, processor, make_config()).token_ids == prompt.token_ids
 
 
 def test_images_that_no_server_takes_name_their_row(monkeypatch):
@@ -298,104 +261,68 @@ def test_beginning_of_sequence(tmp_path):
 
 def test_a_dataset_of_images(tmp_path):
     """As `datasets` stores them, single and in lists: not decoded before they are needed."""
-    datasets = pytest.importorskip("datasets")
-    features = datasets.Features(
-        {"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())}
-    )
-    data = {"prompt": ["x", "y"], "images": [[picture(0), picture(1)], []]}
-    datasets.Dataset.from_dict(data, features=features).to_parquet(tmp_path / "many.parquet")
-    many = load(str(tmp_path / "many.parquet"))
-    assert [len(p.sources) for p in many] == [2, 0]
-    assert isinstance(many[0].sources[0], bytes)
-    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
-    data = {"prompt": ["x", "y"], "image": [picture(0), None]}
-    datasets.Dataset.from_dict(data, features=features).to_parquet(tmp_path / "one.parquet")
-    assert [len(p.sources) for p in load(str(tmp_path / "one.parquet"))] == [1, 0]
+    text, image = datasets.Value("string"), datasets.Image()
+    of_many = {"prompt": ["x", "y"], "images": [[picture(0), picture(1)], []]}
+    of_one = {"prompt": ["x", "y"], "image": [picture(0), None]}
+    for data, column, counts in (
+        (of_many, {"images": datasets.List(image)}, [2, 0]),
+        (of_one, {"image": image}, [1, 0]),
+    ):
+        table = datasets.Dataset.from_dict(data, datasets.Features({"prompt": text, **column}))
+        table.to_parquet(tmp_path / "a.parquet")
+        prompts = load(str(tmp_path / "a.parquet"))
+        assert [len(prompt.sources) for prompt in prompts] == counts
+        assert isinstance(prompts[0].sources[0], bytes)
 
 
+def as_png(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+PLACE = [{"type": "image"}]
+NO_IMAGE = "no image, path, URL, bytes or base64: "
 BROKEN = [
-    (
-        {"prompt": "a", "image": "nowhere.png"},
-        "dataset row 1: no image, path, URL, bytes or base64: 'nowhere.png'",
-    ),
-    (
-        {"prompt": "a", "image": {"foo": 1}},
-        "dataset row 1: no image, path, URL, bytes or base64: {'foo': 1}",
-    ),
-    ({"prompt": "a", "image": "b.png", "images": ["c.png"]}, "row 1: .*has images in two places"),
-    ({"prompt": [{"content": "a"}]}, r"row 1: .*message without role or content: {'content': 'a'}"),
-    ({"prompt": [{"role": "user"}]}, r"row 1: .*message without role or content: {'role': 'user'}"),
-    (
-        {"prompt": [{"role": "user", "content": ["a"]}]},
-        "row 1: it has a message with a part neither of type text nor image: 'a'",
-    ),
-    ({"prompt": [{"role": "user", "content": 3}]}, "row 1: TypeError: 'int' object"),
-    ({"prompt": ["a"]}, "row 1: .*message without role or content: 'a'"),
-    (
-        {"prompt": [{"role": "user", "content": [{"type": "video"}]}]},
-        "row 1: .*message with a part neither of type text nor image: {'type': 'video'}",
-    ),
-    (["prompt"], "row 1: it has no `prompt`, a string or a list of messages: "),
-    (
-        {"prompt": [{"role": "user", "content": "<|image_pad|>"}], "image": picture(0)},
-        "row 1: its text has 2 places for its 1 images",
-    ),
-    (
-        {"prompt": "a", "image": "/nowhere/a.png"},
-        "dataset row 1: no image, path, URL, bytes or base64: '/nowhere/a.png'",
-    ),
-    (
-        {"prompt": "a", "image": b"no image"},
-        "dataset row 1: no image, .*: b'no image': UnidentifiedImageError: ",
-    ),
-    (
-        {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-        "row 1: .*has 0 images for the 1 places in its messages",
-    ),
-    (
-        {
-            "prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
-            "image": "b.png",
-        },
-        "row 1: .*has images in two places",
-    ),
+    (["prompt"], "it has no `prompt`, a string or a list of messages: "),
+    ({"prompt": "a", "image": "nowhere.png"}, NO_IMAGE + "'nowhere.png'"),
+    ({"prompt": "a", "image": "/nowhere/a.png"}, NO_IMAGE + "'/nowhere/a.png'"),
+    ({"prompt": "a", "image": {"foo": 1}}, NO_IMAGE + "{'foo': 1}"),
+    ({"prompt": "a", "image": b"no image"}, NO_IMAGE + "b'no image': UnidentifiedImageError: "),
+    ({"prompt": "a", "image": as_png(picture(0))[:-2000]}, "OSError: .*truncated"),
+    ({"prompt": "a", "image": "b.png", "images": ["c.png"]}, "it has images in two places"),
+    ({"prompt": [user([{"type": "image", "image": "a"}])], "image": "b"}, "images in two places"),
+    ({"prompt": [user(PLACE)]}, "has 0 images for the 1 places in its messages"),
+    ({"prompt": [user("<|image_pad|>")], "image": picture(0)}, "2 places for its 1 images"),
+    ({"prompt": "look: <|image_pad|>"}, "has a placeholder .*image_pad.*, and nothing for it"),
+    ({"prompt": "<|video_pad|>", "image": picture(0)}, "has a placeholder .*video_pad.*, and no"),
 ]
 
 
-@pytest.mark.parametrize(("row", "message"), BROKEN, ids=[message[:40] for _, message in BROKEN])
+@pytest.mark.parametrize(("row", "message"), BROKEN, ids=[message for _, message in BROKEN])
 def test_broken_rows_are_named(row, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=f"dataset row 1: .*{message}"):
         load(lambda: [{"prompt": "fine"}, row])
 
 
-def test_a_truncated_file_is_found_before_training(tmp_path):
-    path = tmp_path / "cut.png"
-    picture(0).save(path)
-    path.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(ValueError, match="row 0: OSError: .*truncated"):
-        load(lambda: [{"prompt": "a", "image": str(path)}])
-
-
-def test_images_without_a_vision_model_are_refused():
-    with pytest.raises(ValueError, match="dataset row 0: it has images, and model_id=m takes none"):
+def test_images_that_have_no_place_are_refused():
+    with pytest.raises(UserError, match="dataset row 0: it has images, and model_id=m takes none"):
         load(rows, processor=make_tokenizer())
-
-
-def test_a_prompt_without_a_place_for_its_image_is_refused():
-    with pytest.raises(ValueError, match="row 0: its text has 0 places for its 1 images"):
+    with pytest.raises(UserError, match="row 0: its text has 0 places for its 1 images"):
         load(rows, no_apply_chat_template=True)
+    frozen = make_config(freeze_vision_tower=True)
+    with pytest.raises(UserError, match="freeze_vision_tower has no effect: no prompt has an imag"):
+        image_example(load(lambda: [{"prompt": "text"}]), build_processor(), frozen)
 
 
 def test_processor_arguments(vlm):
-    """A quarter of the pixels is a quarter of the tokens."""
+    """A quarter of the pixels is a quarter of the tokens; odd ones are refused."""
     config = make_config(vlm, processor_kwargs={"max_pixels": 32 * 32, "min_pixels": 32 * 32})
     prompt = with_images(load(rows)[0], load_processor(config), config)
     assert prompt.images
     assert prompt.images.inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
     assert len(prompt.token_ids) == 2 + IMAGE_TOKENS // 4 + len("Colour?")
 
-
-def test_odd_processor_arguments_are_refused(vlm):
     with pytest.raises(ValueError, match=r"takes no max_pixel, but .*max_pixels"):
         load_processor(make_config(vlm, processor_kwargs={"max_pixel": 9}))
     config = make_config(vlm, processor_kwargs={"image_mean": [0, 0, 0]})
@@ -426,48 +353,17 @@ def test_a_url_is_asked_once(tmp_path):
 
 
 def geometry(folder):
-    """The schema of hiyouga/geometry3k."""
-    datasets = pytest.importorskip("datasets")
-    features = datasets.Features({
-        "images": datasets.List(datasets.Image()), "problem": datasets.Value("string"),
-        "answer": datasets.Value("string"),
-    })  # fmt: skip
-    problems = ["<image>Find x.", "<image>Find the area of the figure."]
+    """Rows by the schema of hiyouga/geometry3k, for test_recipes.py."""
+    text, images = datasets.Value("string"), datasets.List(datasets.Image())
     data = {
         "images": [[picture(0)], [picture(1)]],
-        "problem": problems,
+        "problem": ["<image>Find x.", "<image>Find the area of the figure."],
         "answer": ["3", "2 \\sqrt { 3 }"],
     }
+    features = datasets.Features({"images": images, "problem": text, "answer": text})
     path = str(folder / "geometry.parquet")
     datasets.Dataset.from_dict(data, features=features).to_parquet(path)
     return path
-
-
-def test_geometry_rows_and_verifier(tmp_path):
-    prompts = load(geometry(tmp_path), max_prompt_len=200, collate_fn=geometry3k.with_figure)
-    assert [len(p.sources) for p in prompts] == [1, 1]
-    assert prompts[0].content == f"Find x.\n{geometry3k.INSTRUCTION}"
-    answers = [p.columns["answer"] for p in prompts]
-    right = ["so x = 3, \\boxed{3}", "the area is \\boxed{\\sqrt{12}}"]
-    assert math_answer(right, answers) == [1.0, 1.0]
-    assert math_answer(["\\boxed{4}", "no idea"], answers) == [0.0, 0.0]
-
-
-def test_a_placeholder_without_an_image_is_refused():
-    with pytest.raises(
-        ValueError, match="row 0: its prompt has a placeholder .*image_pad.*, and nothing for it"
-    ):
-        load(lambda: [{"prompt": "look: <|image_pad|>"}])
-    with pytest.raises(
-        ValueError, match="row 0: its prompt has a placeholder .*video_pad.*, and nothing for it"
-    ):
-        load(lambda: [{"prompt": "look: <|video_pad|>", "image": picture(0)}])
-
-
-def test_images_too_large_for_the_context_are_left_out(capsys):
-    prompts = load(rows, max_prompt_len=30)
-    assert [p.index for p in prompts] == [0, 1, 3]
-    assert "left out 1 of 4 prompts" in capsys.readouterr().out
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -480,44 +376,36 @@ def make_groups(model_id):
     config = make_config(model_id)
     processor = load_processor(config)
     groups = []
-    for prompt, lengths, advantages in zip(
-        load(rows, processor=processor), LENGTHS, ADVANTAGES, strict=True
-    ):
+    prompts = load(rows, processor=processor)
+    for prompt, lengths, advantages in zip(prompts, LENGTHS, ADVANTAGES, strict=True):
         completions = [
             Completion([20 + (i * 7 + n) % 60 for i in range(n)], [-3.0] * n, "stop", 0)
             for n in lengths
         ]
-        prompt = with_images(prompt, processor, config) if prompt.sources else prompt
+        if prompt.sources:
+            prompt = with_images(prompt, processor, config)
         groups.append(Group(prompt, completions, advantages=advantages))
     return groups
 
 
+@cache
 def plain_gradient(model_id):
     """Σ -A·log p over plain rows of the model's own forward, over all tokens; placeholders have no probability."""
     model = AutoModelForImageTextToText.from_pretrained(model_id, dtype=torch.float32)
-    placeholders = [
-        model.config.image_token_id,
-        getattr(model.config, "video_token_id", model.config.image_token_id),
-    ]
-    (kinds,) = {"mm_token_type_ids", "token_type_ids"} & {*signature(model.forward).parameters} or (
-        None,
-    )
+    image = model.config.image_token_id
+    placeholders = torch.tensor([image, getattr(model.config, "video_token_id", image)])
+    named = {"mm_token_type_ids", "token_type_ids"} & {*signature(model.forward).parameters}
     total = torch.zeros(())
     for group in make_groups(model_id):
         for advantage, completion in zip(group.advantages, group.completions, strict=True):
             start = len(group.prompt.token_ids)
             ids = torch.tensor([group.prompt.token_ids + completion.token_ids.tolist()])
             inputs = dict(group.prompt.images.inputs) if group.prompt.images else {}
-            if inputs and kinds:
-                inputs[kinds] = (ids == model.config.image_token_id).int()
-            logits = (
-                model(input_ids=ids, **inputs)
-                .logits[0, start - 1 : -1]
-                .index_fill(1, torch.tensor(placeholders), -torch.inf)
-            )
-            logprobs = logits.log_softmax(-1)[
-                range(len(completion.token_ids)), completion.token_ids
-            ]
+            if inputs:
+                inputs |= {kinds: (ids == image).int() for kinds in named}
+            logits = model(input_ids=ids, **inputs).logits[0, start - 1 : -1]
+            logprobs = logits.index_fill(1, placeholders, -torch.inf).log_softmax(-1)
+            logprobs = logprobs[range(len(completion.token_ids)), completion.token_ids]
             total = total - advantage * logprobs.sum()
     (total / sum(map(sum, LENGTHS))).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -535,9 +423,8 @@ def trained_difference(config, device):
     ranks = Dealer(dist.get_world_size(), config).deal(groups, is_complete=True)
     kinds = {bool(micro.images) for rows in ranks for micro in rows}
     train_batch(policy, reference, optimizer, scheduler, ranks[dist.get_rank()], config, device)
-    return {
-        name: before[name] - full_tensor(p) for name, p in unwrap(policy).named_parameters()
-    }, kinds
+    after = {name: full_tensor(p) for name, p in unwrap(policy).named_parameters()}
+    return {name: before[name] - weight for name, weight in after.items()}, kinds
 
 
 def assert_same(got, expected):
@@ -563,15 +450,12 @@ def test_images_of_several_sizes_in_one_row():
     """Their features are those of each alone: the tower is told what is padding."""
     torch.manual_seed(0)
     text = {**vision_models.TEXT, "model_type": "mistral", "vocab_size": 97}
-    tower = {
-        **vision_models.TOWER,
-        "model_type": "pixtral",
-        "num_hidden_layers": 2,
-        "head_dim": 32,
-        "image_size": 64,
-    }
+    of_tower = {"model_type": "pixtral", "num_hidden_layers": 2, "head_dim": 32, "image_size": 64}
     shape = Mistral3Config(
-        text_config=text, vision_config=tower, image_token_index=10, spatial_merge_size=2
+        text_config=text,
+        vision_config=vision_models.TOWER | of_tower,
+        image_token_index=10,
+        spatial_merge_size=2,
     )
     model = Mistral3ForConditionalGeneration(shape).double()
     inputs = [
@@ -607,29 +491,27 @@ def test_half_precision_keeps_the_direction(vlm, fields):
         assert ours @ plain >= 0.999 * ours.norm() * plain.norm()
 
 
-def ranks_main(model, use_fsdp, max_tokens, folder):
+def ranks_main(model, max_tokens, folder):
+    # With a KL term, whose gradient is 0 where the reference is the policy.
+    fields = {"max_tokens_per_gpu": int(max_tokens), "beta": 0.1}
     with process_group(60) as device:
-        fields = {"use_fsdp": use_fsdp == "True", "max_tokens_per_gpu": int(max_tokens)}
-        config = make_config(
-            model, beta=0.1, **fields
-        )  # whose gradient is 0 where the reference is the policy
-        got, kinds = trained_difference(config, device)
+        found = []
+        for use_fsdp in (False, True):
+            config = make_config(model, use_fsdp=use_fsdp, **fields)
+            found.append(trained_difference(config, device))
         if dist.get_rank() == 0:
-            torch.save((got, kinds), f"{folder}/got.pt")
+            torch.save(found, f"{folder}/found.pt")
 
 
-@pytest.mark.parametrize("use_fsdp", [False, True], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "gemma3"])
-def test_mixed_batches_on_two_ranks(vlm, tmp_path, family, use_fsdp):
+def test_mixed_batches_on_two_ranks(vlm, tmp_path, family):
     """Micro-batches with and without images, side by side on two ranks; LLaVA's last layer of vision is not used."""
     model = vlm if family == "qwen2_5_vl" else vision_models.save(family, tmp_path)
-    max_tokens = (
-        40 if family == "gemma3" else 50
-    )  # too few for the group without images beside another
-    on_ranks(2, tmp_path, "test_images.ranks_main", model, use_fsdp, max_tokens, tmp_path)
-    got, kinds = torch.load(tmp_path / "got.pt")
-    assert kinds == {True, False}
-    assert_same(got, plain_gradient(model))
+    max_tokens = 40 if family == "gemma3" else 50  # too few for a group without images beside one
+    on_ranks(2, tmp_path, "test_images.ranks_main", model, max_tokens, tmp_path)
+    for got, kinds in torch.load(tmp_path / "found.pt"):  # by DDP, and by FSDP2
+        assert kinds == {True, False}
+        assert_same(got, plain_gradient(model))
 
 
 def test_a_model_that_must_be_compared(vlm, monkeypatch, capsys):
@@ -643,18 +525,16 @@ def test_a_model_that_must_be_compared(vlm, monkeypatch, capsys):
         reference = build_reference(policy, config, device, groups[0].prompt)
         (micro,) = micro_batches(groups, 10_000, config)
         assert reference
-        assert torch.equal(
-            reference(micro.packed, micro.images),
-            token_logprobs(policy, micro.packed, micro.images, config),
-        )
-        monkeypatch.setattr(
-            prefix_attention, "_rope_positions", lambda base, row, *_: row.position_ids
-        )
+        logprobs = token_logprobs(policy, micro.packed, micro.images, config)
+        assert torch.equal(reference(micro.packed, micro.images), logprobs)
+        odd = lambda base, row, *_: row.position_ids
+        monkeypatch.setattr(prefix_attention, "_rope_positions", odd)
         assert not share_prefixes(policy, config, groups[0].prompt).share_prefix
     assert "share_prefix is off" in capsys.readouterr().out
 
 
 def test_the_tower_runs_once_per_prompt(vlm):
+    """Not for each of their six completions."""
     seen = []
     with process_group(60) as device:
         config = make_config(vlm)
@@ -664,53 +544,34 @@ def test_the_tower_runs_once_per_prompt(vlm):
         policy.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
         for micro in micro_batches(groups, 10_000, config):
             token_logprobs(policy, micro.packed, micro.images, config)
-    assert seen == [
-        4 * 64
-    ]  # patches of the four images of three prompts, not of their six completions
+    assert seen == [4 * 64]  # patches of the four images of three prompts
 
 
 def test_frozen_parts(vlm):
-    config = make_config(vlm, freeze_vision_tower=True)
-    model = load_model(config)
-    frozen = frozen_modules(model, config, has_images=True)
-    assert "model.visual.blocks.0.attn.qkv" in frozen
-    assert not any("merger" in name for name in frozen)  # the projector
-    assert not any("language_model" in name for name in frozen)
-    frozen = frozen_modules(model, make_config(vlm), has_images=False)  # a run on text alone
-    assert "model.visual.blocks.0.attn.qkv" in frozen
-    assert not any("language_model" in name or name == "lm_head" for name in frozen)
-    assert frozen_modules(model, make_config(vlm), has_images=True) == []
-    with process_group(60) as device:
-        example = make_groups(vlm)[0].prompt
-        policy = build_policy(config, device, example)
-        trained = {name for name, p in policy.named_parameters() if p.requires_grad}
-        assert {name for name in trained if ".visual." in name} == {
-            name for name, _ in policy.named_parameters() if ".visual.merger." in name
-        }
-        lora = dataclasses.replace(config, use_peft=True)
-        names = [
-            name
-            for name, p in build_policy(lora, device, example).named_parameters()
-            if p.requires_grad
-        ]
-        assert all(".merger." in name for name in names if ".visual." in name)
-        assert len(names) > sum(".visual." in name for name in names)
-        picked = dataclasses.replace(lora, lora_target_modules=["q_proj", "v_proj"])
-        names = [
-            name
-            for name, p in build_policy(picked, device, example).named_parameters()
-            if p.requires_grad
-        ]
-        assert names
-        assert all("q_proj" in name or "v_proj" in name for name in names)
-        names = [
-            n
-            for n, p in build_policy(
-                make_config(vlm, use_peft=True), device, example
-            ).named_parameters()
-            if p.requires_grad
-        ]
-        assert any(".visual." in name for name in names)
+    """What trains, in the tower and beside it; the projector is its `merger`."""
+    example = make_groups(vlm)[0].prompt
+
+    def trained(example=example, **fields):
+        with process_group(60) as device:
+            policy = build_policy(make_config(vlm, **fields), device, example)
+        names = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+        return {name for name in names if ".visual." in name}, names
+
+    whole_tower, names = trained()
+    frozen = {"freeze_vision_tower": True}
+    projector = {name for name in whole_tower if ".merger." in name}
+    assert projector < whole_tower
+    assert trained(**frozen) == (projector, names - whole_tower | projector)
+    assert trained(example=None) == (set(), names - whole_tower)  # a run on text alone
+
+    of_tower, _ = trained(use_peft=True)
+    assert not all(".merger." in name for name in of_tower)
+    of_tower, names = trained(use_peft=True, **frozen)
+    assert all(".merger." in name for name in of_tower)
+    assert of_tower < names
+    _, names = trained(use_peft=True, lora_target_modules=["q_proj", "v_proj"], **frozen)
+    assert names
+    assert all("q_proj" in name or "v_proj" in name for name in names)
 
 
 # -- the real server -------------------------------------------------------------------------------------------------
@@ -731,18 +592,25 @@ def worst_mismatch(rollouts, policy, config, device):
     groups = broadcast_object(groups)
     worst = 0.0
     for share_prefix in (True, False):
-        for micro in micro_batches(
-            groups, 10_000, dataclasses.replace(config, share_prefix=share_prefix)
-        ):
+        own = dataclasses.replace(config, share_prefix=share_prefix)
+        for micro in micro_batches(groups, 10_000, own):
+            pixels = {name: value.to(device) for name, value in micro.images.items()}
             with torch.no_grad():
-                logprobs = token_logprobs(
-                    policy,
-                    micro.packed.to(device),
-                    {n: v.to(device) for n, v in micro.images.items()},
-                    config,
-                )
+                logprobs = token_logprobs(policy, micro.packed.to(device), pixels, config)
             worst = max(worst, (logprobs - micro.sampler_logprobs).abs().max().item())
     return worst, groups
+
+
+@contextmanager
+def on_server(model, url, **fields):
+    """A run whose server has the first weights: its rollouts, policy, config and device."""
+    config = make_config(model, url, **fields)
+    with process_group(120) as device, closing(Rollouts(config, device)) as rollouts:
+        policy = build_policy(config, device, rollouts.example)
+        config = share_prefixes(policy, config, rollouts.example)
+        assert config.share_prefix
+        rollouts.publish(policy, 0)
+        yield rollouts, policy, config, device
 
 
 @pytest.mark.parametrize("side", [14_000, 60_000])
@@ -757,56 +625,38 @@ def test_an_image_that_would_fill_the_memory_is_refused(vlm, url, side):
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in pieces
     )
-    small = io.BytesIO()
-    Image.new("RGB", (56, 56)).save(small, "PNG")
     token = AutoConfig.from_pretrained(vlm).image_token_id
 
     def status(data):
         image = "data:image/png;base64," + base64.b64encode(data).decode()
-        body = {
-            "token_ids": [5, token, 6],
-            "sampling_params": {"max_tokens": 2},
-            "images": [image],
-        }
-        return requests.post(f"{url}/sample", json=body, timeout=60).status_code
+        body = {"token_ids": [5, token, 6], "sampling_params": {"max_tokens": 2}}
+        return requests.post(
+            f"{url}/sample", json={**body, "images": [image]}, timeout=60
+        ).status_code
 
     assert status(png) in (400, 500)
-    assert status(small.getvalue()) == 200
+    assert status(as_png(Image.new("RGB", (56, 56)))) == 200
 
 
 def test_server_and_trainer_agree(vlm, url):
     """On image and text prompts, before and after an update of the vision tower alone, to fp32's rounding."""
-    config = make_config(vlm, url, temperature=0.8)
-    with process_group(120) as device:
-        rollouts = Rollouts(config, device)
-        policy = build_policy(config, device, rollouts.example)
-        config = share_prefixes(policy, config)
-        assert config.share_prefix
-        rollouts.publish(policy, 0)
+    with on_server(vlm, url, temperature=0.8) as (rollouts, policy, config, device):
         worst, _ = worst_mismatch(rollouts, policy, config, device)
         assert worst <= 1e-4
         old = build_policy(config, device, rollouts.example)
         with torch.no_grad():
             for weight in policy.model.visual.parameters():
-                weight.add_(
-                    0.1
-                    * torch.randn(
-                        weight.shape, generator=torch.Generator().manual_seed(weight.numel())
-                    )
-                )
+                own = torch.Generator().manual_seed(weight.numel())
+                weight.add_(0.1 * torch.randn(weight.shape, generator=own))
         rollouts.publish(policy, 1)
+        # The same images again: neither K/V nor features of the old tower serve them.
         worst, groups = worst_mismatch(rollouts, policy, config, device)
-        assert (
-            worst <= 1e-4
-        )  # the same images again: neither K/V nor features of the old tower serve them
-        (micro,) = micro_batches(
-            groups[:1], 10_000, dataclasses.replace(config, share_prefix=False)
-        )
+        assert worst <= 1e-4
+        plain = dataclasses.replace(config, share_prefix=False)
+        (micro,) = micro_batches(groups[:1], 10_000, plain)
         with torch.no_grad():
-            assert (
-                token_logprobs(old, micro.packed, micro.images, config) - micro.sampler_logprobs
-            ).abs().max() > 1e-2
-        rollouts.close()
+            logprobs = token_logprobs(old, micro.packed, micro.images, config)
+        assert (logprobs - micro.sampler_logprobs).abs().max() > 1e-2
 
 
 def changed(policy):
@@ -823,19 +673,13 @@ def changed(policy):
 
 
 def sync_main(model, url, use_fsdp, use_peft):
-    with process_group(120) as device:
-        config = make_config(model, url, use_fsdp=use_fsdp == "True", use_peft=use_peft == "True")
-        rollouts = Rollouts(config, device)
-        policy = build_policy(config, device, rollouts.example)
-        config = share_prefixes(policy, config, rollouts.example)
-        assert config.share_prefix
-        rollouts.publish(policy, 0)
+    fields = {"use_fsdp": use_fsdp == "True", "use_peft": use_peft == "True"}
+    with on_server(model, url, **fields) as (rollouts, policy, config, device):
         for version in (1, 2):  # the second shows that the first left nothing behind
             changed(policy)
             rollouts.publish(policy, version)
         worst, _ = worst_mismatch(rollouts, policy, config, device)
         assert worst <= 1e-4, worst
-        rollouts.close()
 
 
 @pytest.mark.parametrize("use_peft", [False, True], ids=["full", "lora"])
@@ -846,17 +690,11 @@ def test_sync_of_shards(vlm, url, tmp_path, use_peft):
 
 def test_an_update_in_the_middle_of_completions(vlm, url):
     """Their image is in a cached prefix when they begin, and the update makes the server read it again."""
-    config = make_config(vlm, url)
     sampling = {"n": 2, "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
-    with process_group(120) as device:
-        rollouts = Rollouts(config, device)
-        policy = build_policy(config, device, rollouts.example)
-        config = share_prefixes(policy, config, rollouts.example)
-        rollouts.publish(policy, 0)
+    with on_server(vlm, url) as (rollouts, policy, config, _):
         prompt = with_images(rollouts.run.prompts[2], rollouts.run.processor, config)
-        assert (
-            policy.config.vision_end_token_id in prompt.token_ids[:32]
-        )  # a block of the server's cache
+        first_block = prompt.token_ids[:32]  # of the server's cache
+        assert policy.config.vision_end_token_id in first_block
         ask = rollouts.pool.servers[0].generate
 
         def completions_until(published: threading.Event) -> list[Completion]:
@@ -880,12 +718,10 @@ def test_an_update_in_the_middle_of_completions(vlm, url):
             if len(hits) >= 6:
                 break
         assert len(hits) >= 6
-        (row,) = prefix_attention.pack(
-            [(prompt.token_ids, [hits[-1].token_ids])], share_prefix=False
-        )
+        rows = [(prompt.token_ids, [hits[-1].token_ids])]
+        (row,) = prefix_attention.pack(rows, share_prefix=False)
         with torch.no_grad():
             under_new = token_logprobs(policy, row, joined_images([prompt]), config)
-        rollouts.close()
     _, (_, change, _) = version_spans(hits[-1].weight_versions)
     assert (under_new - hits[-1].sampler_logprobs)[change:].abs().max() <= 1e-4
 
@@ -910,12 +746,7 @@ def test_other_families_with_the_server(family, tmp_path, monkeypatch):
 
 def test_placeholders_are_never_sampled(vlm, url):
     """The likeliest token made an image's placeholder: the server does not take it, and both sides leave it out."""
-    config = make_config(vlm, url)
-    with process_group(120) as device:
-        rollouts = Rollouts(config, device)
-        policy = build_policy(config, device, rollouts.example)
-        config = share_prefixes(policy, config, example=rollouts.example)
-        rollouts.publish(policy, 0)
+    with on_server(vlm, url) as (rollouts, policy, config, device):
         prompt = rollouts.run.prompts[1]
         greedy = {"n": 1, "max_tokens": 1, "temperature": 0.0}
         (first,) = rollouts.pool.servers[0].generate(prompt.token_ids, greedy)
@@ -930,45 +761,11 @@ def test_placeholders_are_never_sampled(vlm, url):
         worst, groups = worst_mismatch(rollouts, policy, config, device)
         assert worst <= 1e-4
         assert not any(image in c.token_ids for group in groups for c in group.completions)
-        rollouts.close()
-
-
-def test_a_tower_without_images_is_not_frozen(vlm, url):
-    config = make_config(
-        vlm, url, dataset_id=lambda: [{"prompt": "text"}], freeze_vision_tower=True
-    )
-    with (
-        process_group(120) as device,
-        pytest.raises(ValueError, match="freeze_vision_tower has no effect"),
-    ):
-        Rollouts(config, device)
-
-
-def test_what_the_server_refuses_names_the_row(vlm, url):
-    config = make_config(
-        vlm, url, dataset_id=lambda: [{"prompt": "three", "images": [picture(0)] * 3}]
-    )
-    with process_group(120) as device:
-        rollouts = Rollouts(config, device)
-        rollouts.pool.admit(rollouts.pool.servers[0])
-        with pytest.raises(ServerError, match=r"row 0 of dataset_id: .*(At most|at most) 2 image"):
-            sample_group(
-                Group(rollouts.run.prompts[0]),
-                rollouts.pool,
-                rollouts.run.processor,
-                config,
-            )
-        rollouts.close()
 
 
 def test_a_second_turn_after_an_image(vlm, url):
-    """The prompt's images go along; the rest of the ids are sent as they are. Placeholders in it are refused."""
-    config = make_config(vlm, url)
-    with process_group(120) as device:
-        rollouts = Rollouts(config, device)
-        policy = build_policy(config, device, rollouts.example)
-        share_prefixes(policy, config, rollouts.example)
-        rollouts.publish(policy, 0)
+    """The prompt's images go along; the rest of the ids are sent as they are."""
+    with on_server(vlm, url) as (rollouts, policy, config, _):
         (client,) = rollouts.pool.servers
         prompt = with_images(rollouts.run.prompts[0], build_processor(), config)
         (turn,) = client.generate(prompt.token_ids, {"n": 1, "max_tokens": 3}, images=prompt.images)
@@ -980,35 +777,33 @@ def test_a_second_turn_after_an_image(vlm, url):
         logprobs = token_logprobs(policy, micro.packed, micro.images, config)
         gap = (logprobs - micro.sampler_logprobs).abs().where(micro.mask > 0, 0)
         assert gap.max() <= 1e-4
-        image = policy.config.image_token_id
-        with pytest.raises(ValueError, match="placeholders of images"):
-            client.generate([*so_far, image], {"n": 1, "max_tokens": 4}, images=prompt.images)
-        odd = Completion([30, image], [0.0, 0.0], "stop", 0)
-        config = dataclasses.replace(config, rollout_fn=lambda *_: [odd])
-        with pytest.raises(
-            ValueError, match="rollout_fn on row 0 of dataset_id: .*placeholder of an image"
-        ):
-            sample_group(Group(prompt), rollouts.pool, rollouts.run.processor, config, n=1)
-        rollouts.close()
 
 
-def test_other_tokens_for_an_image_are_noticed(vlm, url):
+def test_what_no_server_or_policy_takes_is_refused(vlm, url):
+    """Placeholders without images, other tokens for an image, more images than the server was told."""
     config = make_config(vlm, url)
-    with process_group(120) as device:
-        rollouts = Rollouts(config, device)
-        policy = build_policy(config, device, rollouts.example)
-        share_prefixes(policy, config)
-        rollouts.publish(policy, 0)
+    sampling = {"n": 2, "max_tokens": 3}
+    with process_group(120) as device, closing(Rollouts(config, device)) as rollouts:
         (client,) = rollouts.pool.servers
+        rollouts.pool.admit(client)
         prompt = with_images(rollouts.run.prompts[0], build_processor(), config)
-        odd = [*prompt.token_ids[:-1], prompt.token_ids[-1] + 1]
+        image = AutoConfig.from_pretrained(vlm).image_token_id
         with pytest.raises(ValueError, match="pass images=prompt.images"):
-            client.generate(prompt.token_ids, {"n": 2, "max_tokens": 3})
-        sampling = {"n": 2, "max_tokens": 3}
+            client.generate(prompt.token_ids, sampling)
+        with pytest.raises(ValueError, match="placeholders of images"):
+            client.generate([*prompt.token_ids, image], sampling, images=prompt.images)
+        odd = [*prompt.token_ids[:-1], prompt.token_ids[-1] + 1]
         with pytest.raises(ServerError, match="a prompt has 25 tokens on .* and 25 here"):
             client.generate(odd, sampling, images=prompt.images)
         assert len(client.generate(prompt.token_ids, sampling, prompt.images)) == 2
-        rollouts.close()
+
+        (three,) = load(lambda: [{"prompt": "three", "images": [picture(0)] * 3}])
+        with pytest.raises(ServerError, match=r"dataset row 0: .*(At most|at most) 2 image"):
+            sample_group(Group(three), rollouts.pool, rollouts.run.processor, config)
+        sees = Completion([30, image], [0.0, 0.0], "stop", 0)
+        config = dataclasses.replace(config, rollout_fn=lambda *_: [sees])
+        with pytest.raises(ValueError, match="rollout_fn on row 0 of .*placeholder of an image"):
+            sample_group(Group(prompt), rollouts.pool, rollouts.run.processor, config, n=1)
 
 
 @pytest.mark.slow
@@ -1017,14 +812,8 @@ def test_the_tiny_vlm_learns(tmp_path):
     build(tmp_path, seed=0)
     options = ("--max-num-seqs", "256")
     with server(str(tmp_path / "model"), tmp_path / "log", *options) as started:
-        flags = [
-            "--model_id",
-            tmp_path / "model",
-            "--vllm_urls",
-            started.wait(),
-            "--output_dir",
-            tmp_path / "run",
-        ]
+        flags = ["--model_id", tmp_path / "model", "--vllm_urls", started.wait()]
+        flags += ["--output_dir", tmp_path / "run"]
         done = torchrun(1, "train.py", "recipes/tiny_vlm.py", *flags, timeout_s=2400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

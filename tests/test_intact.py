@@ -15,7 +15,6 @@ from test_prefix_models import make_model as make_family
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 from config import UserError
-from training.intact import check_complete
 from training.lora import add_lora
 from training.model import build_policy, build_reference, load_model
 from utils import process_group
@@ -32,10 +31,32 @@ def changed(model, folder, change):
     return str(folder)
 
 
-def without(*gone):
-    return lambda weights: {
-        name: tensor for name, tensor in weights.items() if not name.startswith(gone)
-    }
+def without(gone):
+    def leave_out(weights):
+        return {name: weight for name, weight in weights.items() if not name.startswith(gone)}
+
+    return leave_out
+
+
+def also(*names):
+    return lambda weights: weights | {name: torch.zeros(2) for name in names}
+
+
+def within_a_module(weights):
+    return {f"module.{name}": weight for name, weight in weights.items()}
+
+
+def cut_off(weights):
+    return weights | {DOWN: weights[DOWN][:, :-1].contiguous()}
+
+
+def head_beside(change):
+    """The change that adds a head to a file whose configuration ties it to the embedding."""
+    return lambda weights: weights | {HEAD: change(weights["model.embed_tokens.weight"])}
+
+
+def edit(file, **fields):
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 FAULTS = {
@@ -45,16 +66,13 @@ FAULTS = {
     ),
     "the head": (without(HEAD), rf"missing: {HEAD}$"),
     "a prefix": (
-        lambda weights: {f"module.{name}": tensor for name, tensor in weights.items()},
+        within_a_module,
         r"missing: lm_head.weight, .*, and \d+ more; unknown to the model: module.lm_head.weight, ",
     ),
-    "a shape": (
-        lambda weights: weights | {DOWN: weights[DOWN][:, :-1].contiguous()},
-        rf"of another shape: {DOWN}$",
-    ),
+    "a shape": (cut_off, rf"of another shape: {DOWN}$"),
     "one too many": (
-        lambda weights: weights | {"score.weight": torch.zeros(2)},
-        "unknown to the model: score.weight$",
+        also("model.layers.0.self_attn.q_proj.bias"),
+        "unknown to the model: model.layers.0.self_attn.q_proj.bias$",
     ),
 }
 
@@ -63,51 +81,27 @@ FAULTS = {
 def test_weights_that_are_not_the_models(models, tmp_path, fault):
     change, message = FAULTS[fault]
     broken = changed(models["untied"], tmp_path / "broken", change)
-    with pytest.raises(UserError, match=f"the weights of {broken} .*{message}"):
+    message = f"the weights of {broken} .*{message}"
+    with pytest.raises(UserError, match=message):
         load_model(make_config(broken))
-
-    # A run that goes on, and a reference, are loaded the same way.
-    with pytest.raises(UserError, match=f"the weights of {broken} .*{message}"):
+    with pytest.raises(UserError, match=message):  # of a run that goes on
         load_model(make_config(models["untied"]), Path(broken))
     config = make_config(models["untied"], beta=0.1, reference_id=broken)
-    with (
-        pytest.raises(UserError, match=f"the weights of {broken} .*{message}"),
-        process_group(60) as device,
-    ):
+    with pytest.raises(UserError, match=message), process_group(60) as device:
         build_reference(None, config, device)
 
 
-def test_masks_in_files_of_old_families_are_no_weights():
-    masks = ("transformer.h.0.attn.attention.bias", "transformer.h.0.attn.masked_bias")
-    check_complete("x", [], [*masks, "model.layers.0.self_attn.rotary_emb.inv_freq"], [])
-    with pytest.raises(
-        UserError, match="unknown to the model: model.layers.0.self_attn.q_proj.bias$"
-    ):
-        check_complete("x", [], ["model.layers.0.self_attn.q_proj.bias"], [])
-
-
-def test_what_a_configuration_ties_is_not_missing(models, tmp_path):
+def test_what_is_not_missing_and_what_is_no_weight(models, tmp_path):
+    """A head that the configuration ties; masks of GPT-Neo's files, and frequencies of old Llamas'."""
     assert HEAD not in load_file(f"{models['tied']}/model.safetensors")
     load_model(make_config(models["tied"]))
-    old = changed(
-        models["tied"],
-        tmp_path / "old",
-        lambda weights: weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)},
-    )
-    load_model(make_config(old))  # as in checkpoints of 2023
-
-
-def head_beside(change):
-    """The change that adds a head to a file whose configuration ties it to the embedding."""
-
-    def add(weights):
-        return weights | {HEAD: change(weights["model.embed_tokens.weight"])}
-
-    return add
+    masks = ("transformer.h.0.attn.attention.bias", "transformer.h.0.attn.masked_bias")
+    more = also(*masks, "model.layers.0.self_attn.rotary_emb.inv_freq")
+    load_model(make_config(changed(models["tied"], tmp_path / "old", more)))
 
 
 def test_a_tied_head_of_its_own_values(models, tmp_path):
-    """As a merge of adapters may leave it: transformers unties it, vLLM does not. Whatever is loaded refuses it."""
+    """As a merge of adapters may leave it: transformers unties it, vLLM does not."""
     broken = changed(models["tied"], tmp_path / "broken", head_beside(lambda w: 1.01 * w))
     message = rf"the weights of {broken} .*tied in config.json, with other values .*: {HEAD}$"
     with process_group(60) as device:
@@ -116,15 +110,11 @@ def test_a_tied_head_of_its_own_values(models, tmp_path):
                 build_policy(make_config(broken, **fields), device)
         with pytest.raises(UserError, match=message):  # of a run that goes on
             build_policy(make_config(models["tied"]), device, checkpoint=Path(broken))
+        config = make_config(models["tied"], beta=0.1, reference_id=broken)
         with pytest.raises(UserError, match=message):
-            build_reference(
-                None, make_config(models["tied"], beta=0.1, reference_id=broken), device
-            )
+            build_reference(None, config, device)
 
-    # As the message says, both untie it then.
-    config = Path(broken) / "config.json"
-    settings = json.loads(config.read_text())
-    config.write_text(json.dumps(settings | {"tie_word_embeddings": False}))
+    edit(Path(broken) / "config.json", tie_word_embeddings=False)  # as the message says
     head = load_model(make_config(broken)).lm_head.weight
     assert torch.equal(head, load_file(f"{broken}/model.safetensors")[HEAD])
 
@@ -136,11 +126,8 @@ def test_a_tied_bias_of_its_own_values(tmp_path):
     shape = BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, is_decoder=True)
     BertLMHeadModel(shape).save_pretrained(tmp_path / "model")
     load_model(make_config(str(tmp_path / "model")))
-    broken = changed(
-        tmp_path / "model",
-        tmp_path / "broken",
-        lambda weights: weights | {"cls.predictions.decoder.bias": torch.ones(99)},
-    )
+    other = lambda weights: weights | {"cls.predictions.decoder.bias": torch.ones(99)}
+    broken = changed(tmp_path / "model", tmp_path / "broken", other)
     with pytest.raises(UserError, match=r"with other values .*: cls.predictions.decoder.bias$"):
         load_model(make_config(broken))
 
@@ -163,8 +150,7 @@ def test_no_family_lacks_anything_that_it_saves(tmp_path, family):
 
 
 def test_a_file_cut_short(models, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(models["tied"], broken)
+    broken = shutil.copytree(models["tied"], tmp_path / "broken")
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(UserError, match=f"the weights of {broken} cannot be loaded: "):
@@ -185,17 +171,11 @@ def test_an_adapter_that_lacks_weights(models, tmp_path):
     lacking = changed(adapter, tmp_path / "lacking", without(first))
     with pytest.raises(UserError, match=f"{lacking} .*; missing: {first}$"):
         add(lacking)
-    more = changed(
-        adapter, tmp_path / "more", lambda weights: weights | {"score.weight": torch.zeros(2)}
-    )
+    more = changed(adapter, tmp_path / "more", also("score.weight"))
     with pytest.raises(UserError, match=f"{more} .*; unknown to the model: score.weight$"):
         add(more)
-
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    other = tmp_path / "other"
-    shutil.copytree(adapter, other)
-    (other / "adapter_config.json").write_text(json.dumps(settings | {"r": 8}))
-    with pytest.raises(
-        UserError, match=f"the adapter of {other} cannot be loaded: .*size mismatch"
-    ):
+    other = shutil.copytree(adapter, tmp_path / "other")
+    edit(other / "adapter_config.json", r=8)
+    message = f"the adapter of {other} cannot be loaded: .*size mismatch"
+    with pytest.raises(UserError, match=message):
         add(other)

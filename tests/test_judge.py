@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -51,16 +52,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         choice = {"index": 0, "finish_reason": "stop"}
         choice["message"] = {"role": "assistant", "content": server.reply(question)}
-        self.answer(
-            200,
-            {
-                "id": "1",
-                "object": "chat.completion",
-                "created": 0,
-                "model": "m",
-                "choices": [choice],
-            },
-        )
+        fixed = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+        self.answer(200, {**fixed, "choices": [choice]})
 
     def answer(self, status, content, headers=None):
         data = json.dumps(content).encode()
@@ -87,20 +80,20 @@ def endpoint(tmp_path, monkeypatch):
 
 def judged(function, texts, **columns):
     """What a worker process returns, as a run calls it."""
-    pool = CallPool(1)
-    try:
-        arguments = {"prompts": ["post"] * len(texts), "completions": texts, **columns}
+    arguments = {"prompts": ["post"] * len(texts), "completions": texts, **columns}
+    with closing(CallPool(1)) as pool:
         return pool.call(function, arguments, timeout_s=60)
-    finally:
-        pool.close()
 
 
 def test_grades(endpoint):
     """Each text once, several at a time; what is no grade gives none; a second call asks nothing."""
     grades = {"good": "<think>8 or 9?</think> 9", "bad": "0", "wild": "11", "silent": "no"}
-    endpoint.reply = lambda question: next(
-        g for text, g in grades.items() if f"\n{text}\n" in question
-    )
+
+    def grade(question):
+        (text,) = (text for text in grades if f"\n{text}\n" in question)
+        return grades[text]
+
+    endpoint.reply = grade
     assert judged(judge.graded, list(grades)) == [0.9, 0.0, None, None]
     assert len(endpoint.questions) == 4
     assert endpoint.most > 1
@@ -109,35 +102,31 @@ def test_grades(endpoint):
 
 
 @pytest.mark.parametrize(
-    ("reply", "grade"),
+    ("replies", "read", "value"),
     [
-        ("7", 0.7), (" 10. ", 1.0), ("8/10", 0.8), ("3 / 10.", 0.3), ("<think>1 or 2</think>\n4", 0.4),
-        ("2 out of 10", None), ("I give 3 of 10.", None), ("7.5", None), ("-5", None), ("11", None), ("", None),
+        (["7"], judge.grade_in, 0.7),
+        ([" 10. "], judge.grade_in, 1.0),
+        (["8/10"], judge.grade_in, 0.8),
+        (["3 / 10."], judge.grade_in, 0.3),
+        (["<think>1 or 2</think>\n4"], judge.grade_in, 0.4),
+        (["2 out of 10", "I give 3 of 10.", "7.5", "-5", "11", ""], judge.grade_in, None),
+        (["A"], judge.letter_in, "A"),
+        (["**B**."], judge.letter_in, "B"),
+        (["A or B", ""], judge.letter_in, None),
     ],
-)  # fmt: skip
-def test_what_a_grade_is(reply, grade):
-    assert judge.grade_in(reply) == grade
-
-
-@pytest.mark.parametrize(
-    ("reply", "letter"), [("A", "A"), ("**B**.", "B"), ("A or B", None), ("", None)]
 )
-def test_what_a_letter_is(reply, letter):
-    assert judge.letter_in(reply) == letter
+def test_what_a_grade_or_a_letter_is(replies, read, value):
+    assert [read(reply) for reply in replies] == [value] * len(replies)
 
 
 def test_equal_completions_are_asked_once(endpoint, monkeypatch):
+    """And again, where they are refused; another judge is another question."""
+    endpoint.refuses_first = True
     assert judged(judge.graded, ["same"] * 8) == [0.7] * 8
-    assert len(endpoint.questions) == 1
+    assert len(endpoint.questions) == 2
     monkeypatch.setenv("JUDGE_MODEL", "another")
     assert judged(judge.graded, ["same"]) == [0.7]
-    assert len(endpoint.questions) == 2  # by another judge
-
-
-def test_what_is_refused_is_asked_again(endpoint):
-    endpoint.refuses_first = True
-    assert judged(judge.graded, ["a", "b"]) == [0.7, 0.7]
-    assert len(endpoint.questions) == 4
+    assert len(endpoint.questions) == 3
 
 
 def test_a_place_does_not_win(endpoint):
@@ -159,11 +148,12 @@ def test_limits(endpoint, monkeypatch):
     monkeypatch.setattr(judge, "PER_SECOND", 25.0)
     monkeypatch.setattr(judge, "URL", f"http://127.0.0.1:{endpoint.server_port}/v1")
     monkeypatch.setattr(judge, "REPLIES", judge.Path(judge.os.environ["JUDGE_REPLIES"]))
-    for kept in (judge.client, judge.limits, judge.database):
-        kept.cache_clear()
     texts = [f"text {number}" for number in range(12)]
+    cached = (judge.client, judge.limits, judge.database)
+    for kept in cached:
+        kept.cache_clear()
     assert asyncio.run(judge.graded(["post"] * 12, texts)) == [0.7] * 12
-    for kept in (judge.client, judge.limits, judge.database):
+    for kept in cached:
         kept.cache_clear()
     assert endpoint.most <= 3
     # A request is sent after its turn, so two may arrive closer than their turns; all of them may not.

@@ -1,10 +1,10 @@
 """Rank 0 alone reads the model, and every rank has its part of it: weights, buffers, adapters, the reference."""
 
-import dataclasses
 import json
 import shutil
 import sys
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,18 +49,19 @@ def state_of(model):
 
 def load_on_ranks(output, *paths):
     """Runs on two ranks; the second has nothing but shapes until rank 0 sends it values."""
+    found = []
     with process_group(60) as device:
         shapes = load_model(make_config(paths[0]), on_meta=dist.get_rank() == 1)
         assert {weight.is_meta for weight in shapes.parameters()} == {dist.get_rank() == 1}
-        states = []
         for path in paths:
+            states = []
             for fields in WRAPPERS:
                 policy = build_policy(make_config(path, **fields), device)
-                assert all(not t.is_meta for t in chain(policy.parameters(), policy.buffers()))
+                tensors = chain(policy.parameters(), policy.buffers())
+                assert {tensor.device.type for tensor in tensors} == {"cpu"}
                 states.append(state_of(base_model(policy)))
-                kinds = {p.device.type for p in policy.parameters()}
-                assert kinds == {"cpu"}
-        torch.save(states, f"{output}.{dist.get_rank()}")
+            found.append(states)
+        torch.save(found, f"{output}.{dist.get_rank()}")
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +84,7 @@ def test_every_rank_has_rank_0s_model(saved_models, tmp_path, part):
         has_vision = "vision_config" in json.loads((path / "config.json").read_text())
         kind = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
         expected = state_of(kind.from_pretrained(path, dtype=torch.float32))
-        for state in (
-            of_rank[3 * number + wrapper] for of_rank in of_ranks for wrapper in range(3)
-        ):
+        for state in chain.from_iterable(of_rank[number] for of_rank in of_ranks):
             assert state.keys() == expected.keys(), path.name
             for name, tensor in expected.items():
                 assert torch.equal(state[name], tensor), (path.name, name)
@@ -105,71 +104,57 @@ def adapters_on_ranks(output, model, checkpoint):
         for fields in WRAPPERS:
             torch.manual_seed(7 + dist.get_rank())  # each rank would draw another adapter
             config = make_config(model, use_peft=True, lora_rank=4, **fields)
-            found += [
-                state_of(build_policy(config, device)),
-                state_of(build_policy(config, device, None, checkpoint)),
-            ]
+            fresh = state_of(build_policy(config, device))
+            loaded = state_of(build_policy(config, device, None, checkpoint))
             config = make_config(model, beta=0.1, **fields)
             policy = build_policy(config, device)
             reference = build_reference(policy, config, device)
             with torch.no_grad():
                 for weight in policy.parameters():
                     weight.mul_(1.5)
-            (row,) = [micro.packed for micro in dealt(make_groups(), ADVANTAGES, 1, config)[0]]
-            assert reference
-            found.append({"reference": reference(row, {})})
+            found.append((fresh, loaded, reference_logprobs(reference, config)))
         torch.save(found, f"{output}.{dist.get_rank()}")
+
+
+def reference_logprobs(reference, config):
+    (row,) = [micro.packed for micro in dealt(make_groups(), ADVANTAGES, 1, config)[0]]
+    assert reference
+    return reference(row, {})
 
 
 def test_adapters_and_reference(models, tmp_path):
     config = make_config(models["tied"], use_peft=True, lora_rank=4)
     torch.manual_seed(7)
     fresh = state_of(add_lora(load_model(config), config))
-    torch.manual_seed(3)
     trained = add_lora(load_model(config), config)
     for name, weight in trained.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(weight)
-    trained.save_pretrained(tmp_path / "adapter")
+    adapter = tmp_path / "adapter"
+    trained.save_pretrained(adapter)
     config = make_config(models["tied"], beta=0.1)
     with process_group(60) as device:
         reference = build_reference(build_policy(config, device), config, device)
-        (row,) = [micro.packed for micro in dealt(make_groups(), ADVANTAGES, 1, config)[0]]
-        assert reference
-        expected = reference(row, {})
-    on_ranks(
-        2,
-        tmp_path,
-        "test_loading.adapters_on_ranks",
-        tmp_path / "out",
-        models["tied"],
-        tmp_path / "adapter",
-    )
+        expected = reference_logprobs(reference, config)
+    out = tmp_path / "out"
+    on_ranks(2, tmp_path, "test_loading.adapters_on_ranks", out, models["tied"], adapter)
     for rank in (0, 1):
-        found = torch.load(tmp_path / f"out.{rank}")
-        for number in range(0, 9, 3):
-            for got, wanted in zip(
-                found[number : number + 2], (fresh, state_of(trained)), strict=True
-            ):
+        for *adapted, logprobs in torch.load(f"{out}.{rank}"):
+            for got, wanted in zip(adapted, (fresh, state_of(trained)), strict=True):
                 got = {name.removeprefix("module."): tensor for name, tensor in got.items()}
                 assert got.keys() == wanted.keys()
                 assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
             # Rows that are laid out alike through kernels that may be called with other shapes.
-            torch.testing.assert_close(found[number + 2]["reference"], expected, rtol=0, atol=1e-4)
+            torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-4)
 
 
+LORA = {"use_peft": True, "lora_rank": 4}
 SHARDS = [
     {"use_fsdp": True, "fsdp_shard_size": 2},
     {"use_fsdp": True, "fsdp_shard_size": 1},
     {"use_fsdp": True, "fsdp_shard_size": 4, "fsdp_offload": True},
-    {"use_fsdp": True, "fsdp_shard_size": 2, "use_peft": True, "lora_rank": 4},
-    {
-        "use_fsdp": True,
-        "fsdp_offload": True,
-        "use_peft": True,
-        "lora_rank": 4,
-        "gradient_checkpoint": True,
-    },
+    {"use_fsdp": True, "fsdp_shard_size": 2, **LORA},
+    {"use_fsdp": True, "fsdp_offload": True, "gradient_checkpoint": True, **LORA},
 ]
 
 
@@ -193,48 +178,34 @@ def test_replicas_of_shards_equal_plain_rows(models, tmp_path):
         assert_same(got, plain_gradient(make_config(models["tied"], **fields)))
 
 
-def test_the_mesh_of_replicas(models, tmp_path, monkeypatch):
-    """Shards lie within consecutive ranks, as torchrun numbers those of a node."""
-    shapes = []
+@pytest.mark.parametrize(
+    ("num_ranks", "fields", "shape", "offload"),
+    [
+        (8, {}, (8,), "OffloadPolicy"),
+        (8, {"fsdp_shard_size": 4}, (2, 4), "OffloadPolicy"),
+        (1, {"fsdp_shard_size": 1, "fsdp_offload": True}, (1, 1), "CPUOffloadPolicy"),
+    ],
+)
+def test_what_shards_are_asked_for(models, monkeypatch, num_ranks, fields, shape, offload):
+    """Shards lie within consecutive ranks, as of a node; offload and time-outs reach them, on a CPU too."""
+    shapes, limits, asked = [], [], []
 
-    def note(*args, **kwargs):
-        shapes.append((args, kwargs))
-        raise ZeroDivisionError
+    def mesh(kind, sizes, **names):
+        shapes.append(sizes)
+        return SimpleNamespace(get_all_groups=lambda: sizes)
 
-    monkeypatch.setattr(dist, "get_world_size", lambda *_: 8)
-    monkeypatch.setattr(model_module, "init_device_mesh", note)
-    config = make_config(models["tied"], use_fsdp=True, fsdp_shard_size=4)
-    with pytest.raises(ZeroDivisionError):
-        model_module._shard(nn.Linear(1, 1), config, torch.device("cpu"))
-    with pytest.raises(ZeroDivisionError):
-        model_module._shard(
-            nn.Linear(1, 1), dataclasses.replace(config, fsdp_shard_size=None), torch.device("cpu")
-        )
-    assert [args[1] for args, _ in shapes] == [(2, 4), (8,)]
-
-
-def test_offload_and_time_outs_reach_the_shards(models, monkeypatch):
-    """On a CPU nothing moves: what FSDP2 is asked for, and how long groups of HSDP wait."""
-    asked, limits = [], []
-    monkeypatch.setattr(model_module, "fully_shard", lambda module, **given: asked.append(given))
-    monkeypatch.setattr(
-        model_module, "_set_pg_timeout", lambda limit, group: limits.append(limit.total_seconds())
-    )
+    note_limit = lambda limit, group: limits.append(limit.total_seconds())
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: num_ranks)
+    monkeypatch.setattr(model_module, "init_device_mesh", mesh)
+    monkeypatch.setattr(model_module, "_set_pg_timeout", note_limit)
+    monkeypatch.setattr(model_module, "fully_shard", lambda _, **given: asked.append(given))
     for name in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms"):
-        monkeypatch.setattr(torch.nn.Module, name, lambda *_: None, raising=False)
-    with process_group(60) as device:
-        for offload in (False, True):
-            config = make_config(
-                models["tied"],
-                use_fsdp=True,
-                fsdp_offload=offload,
-                fsdp_shard_size=1,
-                collective_timeout=77,
-            )
-            _shard(load_model(config), config, device)
-    kinds = [type(given["offload_policy"]).__name__ for given in asked]
-    assert kinds == ["OffloadPolicy"] * (len(kinds) // 2) + ["CPUOffloadPolicy"] * (len(kinds) // 2)
-    assert limits == [77.0] * 4
+        monkeypatch.setattr(nn.Module, name, lambda *_: None, raising=False)
+    config = make_config(models["tied"], use_fsdp=True, collective_timeout=77, **fields)
+    _shard(AutoModelForCausalLM.from_pretrained(models["tied"]), config, torch.device("cpu"))
+    assert shapes == [shape]
+    assert limits == [77.0] * len(shape)
+    assert {type(given["offload_policy"]).__name__ for given in asked} == {offload}
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "fp8"])

@@ -4,7 +4,6 @@ After each fault all that serve have the same bits, and nobody waited longer tha
 server needs to answer.
 """
 
-import hashlib
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import time
 
 import pytest
 import torch
-from apart import Apart
+from apart import Apart, digest_of
 from helpers import ENV, ROOT
 from transformers import AutoModelForCausalLM
 
@@ -89,47 +88,40 @@ class Trainer:
         """As the loop does: send those that came back the policy, until so many serve."""
         ends_s = time.monotonic() + seconds
         while len(self.pool.serving) < num:
-            assert time.monotonic() < ends_s, [
-                (s.url, s.state, s.why_out) for s in self.pool.servers
-            ]
+            states = [(server.url, server.state, server.why_out) for server in self.pool.servers]
+            assert time.monotonic() < ends_s, states
             if self.pool.returned:
                 self.send(only_returned=True)
             time.sleep(0.01)
 
-    def digest(self):
-        parts = []
-        for name, tensor in self.policy.state_dict().items():
-            parts.append(name.encode() + tensor.numpy().tobytes())
-        return f"{self.version}", hashlib.sha256(b"".join(sorted(parts))).hexdigest()
-
-    def check(self, servers):
-        """All that serve have the policy."""
+    def check(self, servers, num):
+        """So many serve, and all that do have the policy."""
         serving = {server.url for server in self.pool.serving}
-        assert serving
+        assert len(serving) == num
         for server in servers:
             if server.url in serving:
-                assert server.digest() == self.digest()
-
-    def close(self):
-        self.pool.close()
+                assert server.digest() == (f"{self.version}", digest_of(self.policy))
 
 
 @pytest.fixture
 def trainer(models, four):
     trainer = Trainer(models["untied"], four)
-    trainer.check(four)
+    trainer.check(four, 4)
     yield trainer
-    trainer.close()
+    trainer.pool.close()
 
 
-PLACES = ["/update", "/update/bucket", "/update/arrived", "/update/placed"]
+# In the chain of servers: the first one anywhere, and one in its middle that hands buckets on.
+PLACES = [
+    ("/update", 0), ("/update/bucket", 0), ("/update/arrived", 0), ("/update/placed", 0),
+    ("/update/bucket", 2),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "number"), PLACES)
 @pytest.mark.parametrize("what", ["dies", "refuses", "hangs"])
-@pytest.mark.parametrize("number", [0, 2])
-def test_one_of_four_fails(trainer, four, place, what, number):
-    """The first in the chain, or one in its middle, at its fourth bucket; the others have the policy at once."""
+def test_one_of_four_fails(trainer, four, place, number, what):
+    """The others have the policy at once; it serves again once it is well."""
     ill = four[number]
     ill.fault(place, 3 if place == "/update/bucket" else 0, what)
     seconds = trainer.publish()
@@ -139,16 +131,14 @@ def test_one_of_four_fails(trainer, four, place, what, number):
     lost = [server for server in trainer.pool.servers if server.state is State.LOST]
     assert [server.url for server in lost] == [ill.url]
     trainer.settle(3)
-    trainer.check(four)
+    trainer.check(four, 3)
     assert trainer.publish() < SLOW_S
-    assert len(trainer.pool.serving) >= 3
     if what == "hangs":
         ill.wake()
     if what != "dies":
         trainer.settle(4)
         trainer.publish()
-        assert len(trainer.pool.serving) == 4
-    trainer.check(four)
+    trainer.check(four, 3 if what == "dies" else 4)
 
 
 def test_two_are_lost_at_once(trainer, four):
@@ -159,12 +149,11 @@ def test_two_are_lost_at_once(trainer, four):
     four[2].fault("/update/bucket", 4, "hangs")
     assert trainer.publish() < SYNC_TIMEOUT_S + ANSWER_TIMEOUT_S + SLOW_S
     trainer.settle(2)
-    trainer.check(four)
+    trainer.check(four, 2)
     four[2].wake()
     trainer.settle(3)
     trainer.publish()
-    assert len(trainer.pool.serving) == 3
-    trainer.check(four)
+    trainer.check(four, 3)
 
 
 def test_a_server_that_hangs_as_it_comes_back_keeps_no_other_out(trainer, four):
@@ -177,12 +166,10 @@ def test_a_server_that_hangs_as_it_comes_back_keeps_no_other_out(trainer, four):
     started_s = time.monotonic()
     trainer.settle(3)
     assert time.monotonic() - started_s < SLOW_S
-    trainer.check(four[1:])
+    trainer.check(four, 3)
 
 
-def test_servers_without_a_way_to_each_other_get_their_weights_one_by_one(
-    trainer, four, monkeypatch, capfd
-):
+def test_servers_that_do_not_meet_are_updated_one_by_one(trainer, four, monkeypatch, capfd):
     """All are well, and do not meet: the first goes on, the others come back after it."""
     trainer.publish()
     trainer.pool._sender.leave()
@@ -197,29 +184,25 @@ def test_servers_without_a_way_to_each_other_get_their_weights_one_by_one(
     assert trainer.publish() < SLOW_S
     assert [server.state for server in trainer.pool.servers] == [State.WAITING, *[State.LOST] * 3]
     trainer.settle(4)
-    trainer.check(four)
+    trainer.check(four, 4)
     assert "no route to host" in capfd.readouterr().out
 
 
 TRAINER = """
 import sys; sys.path[:0] = {paths!r}
 import time
-import torch
+from types import SimpleNamespace
 from test_losses import BUCKET_BYTES, Trainer
-class Server: pass
-servers = []
-for url in {urls!r}:
-    servers.append(Server()); servers[-1].url = url
+from weights.publish import published_weights
+servers = [SimpleNamespace(url=url) for url in {urls!r}]
 BUCKET_BYTES["cpu"] = 40_000
 trainer = Trainer({model!r}, servers)
-print("published", flush=True)
 def slow(weights):
     for number, weight in enumerate(weights):
         if number == 8:
             print("half", flush=True)
             time.sleep(600)
         yield weight
-from weights.publish import published_weights
 trainer.pool.update_weights(slow(published_weights(trainer.policy)), 1)
 """
 
@@ -247,21 +230,5 @@ def test_a_trainer_that_dies_or_hangs_in_an_update_leaves_servers_usable(models,
         trainer = Trainer(models["untied"], four)
         assert time.monotonic() - started_s < SLOW_S
     trainer.publish()
-    assert len(trainer.pool.serving) == 4
-    trainer.check(four)
-    trainer.close()
-
-
-def test_a_busy_host_loses_no_server(trainer, four):
-    """Every core has other work to do."""
-    burn = [sys.executable, "-c", "while True: pass"]
-    busy = [subprocess.Popen(burn) for _ in range(2 * len(os.sched_getaffinity(0)))]
-    try:
-        for _ in range(3):
-            trainer.publish()
-            assert len(trainer.pool.serving) == 4
-            trainer.check(four)
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
+    trainer.check(four, 4)
+    trainer.pool.close()

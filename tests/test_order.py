@@ -5,18 +5,18 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from fake_server import fake_server
 from helpers import ROOT, answer_in, on_forked_ranks, read, saved_state
 from test_hooks import make_config
 
-from config import parse_args
+from config import UserError, parse_args
 from rollouts.group import Prompt
 from rollouts.order import Order
 from train import main
 
-PROMPTS = [
-    Prompt(index, [5 + index], f"prompt {index}", {}) for index in (0, 1, 3, 4)
-]  # 2 was left out
+INDICES = (0, 1, 3, 4)  # 2 was left out
+PROMPTS = [Prompt(index, [5 + index], f"prompt {index}", {}) for index in INDICES]
 
 
 def drawn(prompts, history, count, rng):
@@ -32,8 +32,8 @@ def first_groups(order, num=30):
     return [group for first in range(0, num, 3) for group in order.choose(first)]
 
 
-def ended(group, *rewards):
-    return replace(group, reward=list(rewards))
+def ended(group, rewards):
+    return replace(group, reward=[*rewards])
 
 
 def test_numbers_and_draws():
@@ -58,53 +58,73 @@ def test_what_it_is_told():
     assert told == [{}]  # it is tried
     first = order.choose(0)
     assert [group.prompt for group in first] == [PROMPTS[1]] * 3
-    order.add_to_history(
-        [ended(first[0], 0.5, math.nan), ended(first[1]), ended(first[2], math.nan)]
-    )
+    rewards = [(0.5, math.nan), (), (math.nan,)]
+    order.add_to_history([ended(*pair) for pair in zip(first, rewards, strict=True)])
     order.choose(3)
     assert told[1:] == [{}, {1: [[0.5], [], []]}]
     for number in range(10):
-        order.add_to_history([ended(first[0], float(number))])
+        order.add_to_history([ended(first[0], [float(number)])])
     assert order.history[1] == [[float(number)] for number in range(2, 10)]
 
+    by_default = order_of(None)  # whose history would grow with the data
+    by_default.add_to_history([ended(by_default.choose(0)[0], [1.0])])
+    assert by_default.history == {}
 
-def test_the_default_order_keeps_no_history():
-    """Which would grow with the data."""
-    order = order_of(None)
-    order.add_to_history([ended(order.choose(0)[0], 1.0)])
-    assert order.history == {}
+
+def one_too_few(prompts, history, count, rng):
+    return prompts[: count - 1]
+
+
+def strangers(prompts, history, count, rng):
+    return [replace(prompt) for prompt in prompts[:count]]
+
+
+def failing(prompts, history, count, rng):
+    raise KeyError("gold")
+
+
+@pytest.mark.parametrize(
+    ("order_fn", "reason"),
+    [
+        (one_too_few, "must return 3 of the prompts that it gets: it returned 2, 0 of them others"),
+        (strangers, "must return 3 .*: it returned 3, 3 of them others"),
+        (failing, r"raised KeyError: 'gold' \(test_order.py:\d+\)"),
+    ],
+)
+def test_an_order_that_is_none(order_fn, reason):
+    with pytest.raises(UserError, match=f"^order_fn {reason}"):
+        order_of(order_fn)
+
+
+FAILS_LATER = """
+from dataclasses import replace
+def failing(prompts, history, count, rng):
+    if history:
+        raise KeyError('gold')
+    return prompts[:count]
+config = replace(config, order_fn=failing)
+"""
 
 
 def test_an_order_that_fails_in_the_middle(models, recipe, tmp_path):
     """Of two ranks: the run ends in a line, after both have saved the last whole step."""
     path = tmp_path / "fails.py"
     with fake_server(models["untied"], answer_in(0.0)) as server:
-        path.write_text(
-            Path(recipe(server)).read_text()
-            + "from dataclasses import replace\n"
-            + "def failing(prompts, history, count, rng):\n"
-            + "    if history:\n        raise KeyError('gold')\n    return prompts[:count]\n"
-            + "config = replace(config, order_fn=failing)\n"
-        )
+        path.write_text(Path(recipe(server)).read_text() + FAILS_LATER)
         done = on_forked_ranks(2, ROOT / "train.py", str(path), "--max_steps", "4")
     assert done.returncode != 0
-    assert re.search(
-        r"^error: order_fn raised KeyError: 'gold' \(fails.py:\d+\)$", done.stderr, re.M
-    )
+    message = r"^error: order_fn raised KeyError: 'gold' \(fails.py:\d+\)$"
+    assert re.search(message, done.stderr, re.M)
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
 
 def test_dropped_groups_are_in_the_history(models, recipe, tmp_path):
     with fake_server(models["untied"], answer_in(0.0)) as server:
         path = Path(recipe(server))
-        text = path.read_text()
-        path.write_text(
-            text.replace("sum(ids) / len(ids) / 50", "float(len(completion_ids[0]) % 3 > 0)*ids[0]")
-            + "from dataclasses import replace\n"
-            + "def first(prompts, history, count, rng):\n    return rng.choices(prompts, k=count)\n"
-            + "config = replace(config, order_fn=first, drop_zero_advantage=True)\n"
-        )
-        main(parse_args([str(path), "--max_steps", "3"]))
+        all_alike = "float(len(completion_ids[0]) % 3 > 0)*ids[0]"  # in some groups
+        path.write_text(path.read_text().replace("sum(ids) / len(ids) / 50", all_alike))
+        options = ["--order_fn", "test_order.drawn", "--drop_zero_advantage", "true"]
+        main(parse_args([str(path), *options]))
     dropped = read(tmp_path, "dropped")
     assert dropped
     state = saved_state(tmp_path / "run" / "checkpoint-3")

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 import queue
 import shutil
@@ -44,12 +45,10 @@ def visit(chromium):
     def opened(address, **options):
         context = chromium.new_context(**options)
         page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on(
-            "console", lambda told: complaints.append(told.text) if told.type == "error" else None
-        )
-        page.on("request", lambda request: asked.append(request.url))
         asked: list[str] = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda told: complaints.extend([told.text] * (told.type == "error")))
+        page.on("request", lambda request: asked.append(request.url))
         pages.append((context, address, asked))
         page.goto(address)
         return page
@@ -84,12 +83,8 @@ def make_run(folder, samples=None, held_out=(), num_steps=6):
         for step in range(1, num_steps + 1)
     ]  # fmt: skip
     if samples is None:
-        samples = [
-            sample(s, 2 * s + g, n)
-            for s in range(1, num_steps + 1)
-            for g in range(2)
-            for n in range(4)
-        ]
+        places = itertools.product(range(1, num_steps + 1), range(2), range(4))
+        samples = [sample(step, 2 * step + group, number) for step, group, number in places]
     write(folder, "metrics", metrics)
     write(folder, "completions", samples)
     write(folder, "held_out", held_out)
@@ -103,22 +98,35 @@ def page_of(*folders):
     return path.as_uri()
 
 
+@pytest.fixture
+def shown(tmp_path, visit):
+    """Opens the page of a run of such samples."""
+    return lambda *samples, **more: visit(page_of(make_run(tmp_path / "run", *samples, **more)))
+
+
 def figures(page):
     return page.locator("article .figures").all_inner_texts()
 
 
-def test_a_step_sorted_filtered_and_linked(tmp_path, visit):
-    page = visit(page_of(make_run(tmp_path / "run")))
+def rewards(page):
+    """Of the completions that are shown, from above."""
+    return [text.split()[1] for text in figures(page)]
+
+
+def step_of(page):
+    return page.get_by_label("step", exact=True).input_value()
+
+
+def test_a_step_sorted_filtered_and_linked(shown, visit):
+    page = shown()
     assert page.locator("figure").count() == 4  # reward, length, entropy, and one to choose
-    assert page.get_by_label("step", exact=True).input_value() == "6"  # the last
+    assert step_of(page) == "6"  # the last
     assert page.locator("h2", has_text="group 12").count() == 1
 
     page.get_by_label("sort by").select_option("reward")
-    assert [text.split()[1] for text in figures(page)] == ["0.75"] * 2 + ["0.5"] * 2 + [
-        "0.25"
-    ] * 2 + ["0"] * 2
+    assert rewards(page) == ["0.75", "0.75", "0.5", "0.5", "0.25", "0.25", "0", "0"]
     page.get_by_role("button", name="highest first").click()
-    assert figures(page)[0].split()[1] == "0"
+    assert rewards(page)[0] == "0"
     page.get_by_label("sort by").select_option("advantage")
     assert "advantage +1.5" in figures(page)[0]
     page.keyboard.press("[")
@@ -131,61 +139,53 @@ def test_a_step_sorted_filtered_and_linked(tmp_path, visit):
     assert page.locator(".tokens .token").all_inner_texts() == ["a", " b", "<eos>"]
     link = page.get_by_role("link", name="link to it").get_attribute("href")
     again = visit(page.url.split("#")[0] + link)
-    assert again.locator("article.chosen .figures").inner_text() == (
-        page.locator("article.chosen .figures").inner_text()
-    )
+    chosen = "article.chosen .figures"
+    assert again.locator(chosen).inner_text() == page.locator(chosen).inner_text()
 
     page.get_by_role("button", name="this prompt over the steps").click()
     steps = page.locator("#list h2").all_inner_texts()
     assert steps == ["step 2", "step 5"]  # groups 4 and 11 have row 4
 
 
-def test_a_filter_by_reward(tmp_path, visit):
+def test_a_filter_by_reward(shown, visit):
     """Of any function, between two bounds; what it did not judge is not among them."""
     rows = [
         sample(1, 0, n, rewards={"right": n / 4, "brief": None if n else 0.5}) for n in range(4)
     ]
     held_out = [{**sample(s, n, n), "set": ""} for s in (0, 1) for n in range(3)]
-    page = visit(page_of(make_run(tmp_path / "run", rows, held_out)))
+    page = shown(rows, held_out)
     menu = page.get_by_label("filter by reward")
-    assert menu.locator("option").all_inner_texts() == [
-        "any reward", "where reward is", "where right is", "where brief is",
-    ]  # fmt: skip
+    options = ["any reward", "where reward is", "where right is", "where brief is"]
+    assert menu.locator("option").all_inner_texts() == options
     menu.select_option("brief")
     assert [text.split()[3] for text in figures(page)] == ["0"]
     menu.select_option("right")
     page.get_by_label("least reward").fill("0.25")
     page.get_by_label("most reward").fill("0.5")
-    assert [text.split()[1] for text in figures(page)] == ["0.25", "0.5"]
+    assert rewards(page) == ["0.25", "0.5"]
 
     page.keyboard.press("Escape")
     page.keyboard.press("h")  # the filter stays, and is seen
     assert page.get_by_label("least reward").input_value() == "0.25"
     assert page.locator(".problem").count() == 2
-    again = visit(page.url)
-    assert again.locator(".problem").count() == 2
+    assert visit(page.url).locator(".problem").count() == 2
 
 
-def test_answers_that_are_all_alike(tmp_path, visit):
+def test_what_completions_have_in_common(shown):
+    """Also of those that are left by a filter, and where some have no reward."""
     rows = [sample(1, 0, n, tokens=["admiration", "\n" * n]) for n in range(3)]
-    rows.append(sample(1, 0, 1))
-    page = visit(page_of(make_run(tmp_path / "run", rows)))
+    page = shown([*rows, sample(1, 0, 1), sample(1, 0, 0, reward=None)])
     told = page.locator(".summary")
     assert told.inner_text() == (
-        "4 completions, mean reward 0.25 (0.25 × 2, 0 × 1, 0.5 × 1), 2 different; 3 times “admiration”"
+        "5 completions, mean reward 0.25, 1 without one (0.25 × 2, 0 × 1, 0.5 × 1), 2 different; "
+        "3 times “admiration”"
     )
-    page.get_by_placeholder("with this text").fill(" b")
-    assert told.inner_text() == "1 completion, mean reward 0.25 (0.25 × 1)"
-
-
-def test_completions_without_a_reward_are_left_out_of_the_mean(tmp_path, visit):
-    rows = [sample(1, 0, n, reward=None if n == 1 else n / 4) for n in range(3)]
-    page = visit(page_of(make_run(tmp_path / "run", rows)))
-    told = "3 completions, mean reward 0.25, 1 without one (0 × 1, 0.5 × 1)"
-    assert page.locator(".summary").inner_text().startswith(told)
     page.get_by_label("filter by reward").select_option("no reward")
     assert page.locator("article").count() == 1
     assert "reward none" in figures(page)[0]
+    page.get_by_label("filter by reward").select_option("any reward")
+    page.get_by_placeholder("with this text").fill("admiration")
+    assert told.inner_text().startswith("3 completions, mean reward 0.25 (")
 
 
 def test_addresses_stay_out_of_a_page(tmp_path):
@@ -207,42 +207,39 @@ def test_curves_of_a_long_run(tmp_path):
     assert len(found["step"]) == 1667
     assert (found["step"][0], found["reward"][0]) == (3, 2.0)
     assert (found["step"][-1], found["reward"][-1]) == (4999, 4999.0)
-    assert [pair for pair in zip(found["step"], found["eval/reward"], strict=True) if pair[1]] == [
-        (3000, 0.25)
-    ]
+    place = found["step"].index(3000)
+    assert found["eval/reward"] == [None] * place + [0.25] + [None] * (1666 - place)
 
 
-def test_a_click_on_a_curve_shows_its_step(tmp_path, visit):
-    page = visit(page_of(make_run(tmp_path / "run")))
+def test_a_click_on_a_curve_shows_its_step(shown):
+    page = shown()
     curve = page.locator("figure svg").first
     box = curve.bounding_box()
     curve.click(position={"x": box["width"] * (46 + 306 * 2 / 5) / 360, "y": 60})
-    assert page.get_by_label("step", exact=True).input_value() == "3"
+    assert step_of(page) == "3"
     curve.hover(position={"x": box["width"] * 46 / 360, "y": 60})
     assert "reward 0.1 at step 1" in page.locator("figcaption").first.inner_text()
 
 
-def test_what_a_model_wrote_is_text(tmp_path, visit):
+def test_what_a_model_wrote_is_text(shown):
     """Nothing of it runs, ends the data, or turns a line around; half a pair of surrogates is shown."""
     rows = [
         sample(1, 0, 0, tokens=[HOSTILE, "\ud83d", "end"], prompt=[{"role": HOSTILE, "content": HOSTILE}],
                columns={HOSTILE: HOSTILE}, info={"messages": [{"role": "user", "content": HOSTILE}]}),
     ]  # fmt: skip
-    folder = make_run(tmp_path / "run", rows, [{**rows[0], "set": HOSTILE}])
-    page = visit(page_of(folder))
+    page = shown(rows, [{**rows[0], "set": HOSTILE}])
     page.locator("article .figures").first.click()
     assert page.evaluate("window.hacked") is None
-    shown = page.locator("#list").inner_text()
-    assert shown.count("</script><script>window.hacked = 1</script><img src=x") == 8
-    assert "⟨U+202E⟩" in shown
-    assert "\u202e" not in shown
-    assert "⟨U+0007⟩" in shown
-    assert "⟨U+D83D⟩" in shown
+    text = page.locator("#list").inner_text()
+    assert text.count("</script><script>window.hacked = 1</script><img src=x") == 8
+    assert "\u202e" not in text
+    for character in ("⟨U+202E⟩", "⟨U+0007⟩", "⟨U+D83D⟩"):
+        assert character in text
     page.get_by_role("button", name="held-out").click()
     assert page.evaluate("window.hacked") is None
 
 
-def test_odd_samples_do_not_break_the_page(tmp_path, visit):
+def test_odd_samples_do_not_break_the_page(shown):
     """Those of older runs, without tokens; messages that are none; a log-prob that JSON has no number for."""
     old = sample(1, 0, 0)
     del old["tokens"], old["logprobs"]
@@ -253,7 +250,7 @@ def test_odd_samples_do_not_break_the_page(tmp_path, visit):
         sample(1, 0, 3, prompt=[None]),
         sample(1, 1, 0, logprobs=[None, -0.1, -0.1]),
     ]
-    page = visit(page_of(make_run(tmp_path / "run", rows)))
+    page = shown(rows)
     for number in range(len(rows)):
         page.keyboard.press("j")
         assert page.locator("article.chosen").count() == 1, number
@@ -263,45 +260,32 @@ def test_odd_samples_do_not_break_the_page(tmp_path, visit):
     assert "cut" in page.locator("article.chosen table").inner_text()
 
 
-def test_a_filter_of_one_view_hides_nothing_in_another(tmp_path, visit):
-    held_out = [
-        sample(step, n, 0, set=name) for step in (0, 6) for n, name in enumerate(["aime", "math"])
-    ]
-    page = visit(page_of(make_run(tmp_path / "run", held_out=held_out)))
-    page.keyboard.press("h")
-    page.get_by_label("data set").select_option("aime")
-    assert page.locator(".problem").count() == 1
-    page.keyboard.press("s")
-    assert page.locator("article").count() == 8
-
-
 def test_a_link_stays_when_a_run_goes_on(tmp_path, visit):
     """Also where a page then has other steps."""
     folder = make_run(tmp_path / "run")
     page = visit(page_of(folder))
     page.get_by_label("step", exact=True).select_option("6")
     page.locator("article .figures").nth(1).click()
-    address, shown = page.url, page.locator("article.chosen").inner_text()
-    kept = [
-        json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()[8:]
-    ]
-    make_run(folder, [*kept, sample(9, 30, 0)])
+    address, text = page.url, page.locator("article.chosen").inner_text()
+    lines = (folder / "completions.jsonl").read_text().splitlines()[8:]
+    make_run(folder, [*map(json.loads, lines), sample(9, 30, 0)])
     again = visit(page_of(folder) + "#" + address.split("#")[1])
-    assert again.locator("article.chosen").inner_text() == shown
+    assert again.locator("article.chosen").inner_text() == text
 
 
-def test_tokens_say_what_they_are(tmp_path, visit):
+def test_tokens_say_what_they_are(shown):
     """Readable without colours: what an environment wrote, another version, unlikely tokens, the cut."""
     row = sample(
         3, 1, 0, tokens=["think", " so", "[result]", " yes"], logprobs=[-0.1, -3.0, 0.0, -5.0],
         weight_versions=[[1, 0, 2], [2, 3, 4]], finish_reason="length",
         earlier=[{"tokens": ["first"], "logprobs": [-0.2], "weight_versions": [[0, 0, 1]], "prompt": "before"}],
     )  # fmt: skip
-    page = visit(page_of(make_run(tmp_path / "run", [row])))
+    page = shown([row])
     page.locator("article .figures").first.click()
+    tokens = page.locator(".tokens").last.locator(".token").all()
     kinds = [
         (token.inner_text(), set(token.get_attribute("class").split()) - {"token"})
-        for token in page.locator(".tokens").last.locator(".token").all()
+        for token in tokens
     ]
     assert kinds == [
         ("think", set()),
@@ -309,78 +293,67 @@ def test_tokens_say_what_they_are(tmp_path, visit):
         ("[result]", {"from-environment"}),
         (" yes", {"very-unlikely", "new-version"}),
     ]
-    titles = [
-        token.get_attribute("title")
-        for token in page.locator(".tokens").last.locator(".token").all()
-    ]
+    titles = [token.get_attribute("title") for token in tokens]
     assert titles[1] == "1: log-prob -3 (p 0.0498), policy version 1"
     assert titles[2] == "2: from the environment: it does not train"
     assert page.get_by_text("segment 1 of 2").count() == 1
     assert page.get_by_text("it was cut: length").count() == 1
 
 
-def test_held_out_problems_that_flipped_come_first(tmp_path, visit):
+def test_held_out_problems_that_flipped_come_first(shown, visit):
+    """Between the first evaluation and the last, or any two, which the address has."""
     rows = []
-    for step, rewards in ((0, [0.0, 1.0, 0.0, 1.0]), (6, [0.0, 1.0, 1.0, 0.5])):
-        for row, reward in enumerate(rewards):
-            rows.append({**sample(step, row, 0, row=row, reward=reward), "set": ""})
-    page = visit(page_of(make_run(tmp_path / "run", held_out=rows)))
+    for step, values in ((0, [0, 1, 0, 1]), (3, [0, 0, 0, 0]), (6, [0, 1, 1, 0.5])):
+        for row, reward in enumerate(values):
+            rows.append(sample(step, row, 0, row=row, reward=reward, set=["aime", "math"][row % 2]))
+    page = shown(held_out=rows)
     page.keyboard.press("h")
     told = page.locator("#list > p").all_inner_texts()
     assert told[0].startswith("4 problems: 1 better, 1 worse")
-    assert told[1].startswith(
-        "at step 0: 4 completions, mean reward 0.5 (0 × 2, 1 × 2), 1 different"
-    )
+    first = "at step 0: 4 completions, mean reward 0.5 (0 × 2, 1 × 2), 1 different"
+    assert told[1].startswith(first)
     assert told[2].startswith("at step 6: 4 completions, mean reward 0.625")
     heads = page.locator(".problem > .row").all_inner_texts()
-    assert ["▲ +1" in heads[0], "▼ -0.5" in heads[1], "unchanged" in heads[2]] == [True] * 3
+    for head, change in zip(heads, ["▲ +1", "▼ -0.5", *["unchanged"] * 2], strict=True):
+        assert change in head
 
+    page.get_by_label("before").select_option("3")
+    better = "4 problems: 3 better, 0 worse"
+    assert page.locator("#list > p").first.inner_text().startswith(better)
+    assert visit(page.url).locator("#list > p").first.inner_text().startswith(better)
 
-def test_two_evaluations_are_compared(tmp_path, visit):
-    """The first and the last, or any two; the address has them."""
-    rows = [{**sample(step, 0, 0, row=0, reward=step / 4), "set": ""} for step in (0, 1, 2)]
-    page = visit(page_of(make_run(tmp_path / "run", held_out=rows)))
-    page.keyboard.press("h")
-    assert "0 → 0.5" in page.locator(".problem > .row").inner_text()
-    page.get_by_label("before").select_option("1")
-    assert "0.25 → 0.5" in page.locator(".problem > .row").inner_text()
-    again = visit(page.url)
-    assert "0.25 → 0.5" in again.locator(".problem > .row").inner_text()
+    page.get_by_label("data set").select_option("aime")
+    assert page.locator(".problem").count() == 2
+    page.keyboard.press("s")  # this view has no sets, and hides nothing
+    assert page.locator("article").count() == 8
 
 
 def test_an_accuracy_of_a_part_is_no_curve(tmp_path, visit):
     """It is there only where all rewards are 0 or 1."""
     folder = make_run(tmp_path / "run")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["eval/reward"] = 0.0
-    rows[0]["eval/accuracy"] = 0.0
-    write(folder, "metrics", rows)
-    page = visit(page_of(folder))
-    assert page.locator("figure h2", has_text="held-out accuracy").count() == 0
-    for row in rows:
-        row["eval/accuracy"] = 0.0
-    write(folder, "metrics", rows)
-    page = visit(page_of(folder))
-    assert page.locator("figure h2", has_text="held-out accuracy").count() == 1
+    for steps, num_curves in (((1,), 0), (range(1, 7), 1)):
+        rows = [{"step": step, "eval/reward": 0.0} for step in range(1, 7)]
+        for step in steps:
+            rows[step - 1]["eval/accuracy"] = 0.0
+        write(folder, "metrics", rows)
+        page = visit(page_of(folder))
+        assert page.locator("figure h2", has_text="held-out accuracy").count() == num_curves
 
 
 def test_runs_over_each_other(tmp_path, visit):
-    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", num_steps=9)
-    page = visit(page_of(one, two))
-    assert page.locator("figure").first.locator("path.curve").count() == 2
-    page.locator("#head input").first.uncheck()
-    assert page.locator("figure").first.locator("path.curve").count() == 1
-    page.get_by_label("run", exact=True).select_option("1")
-    assert page.get_by_label("step", exact=True).input_value() == "9"
-
-
-def test_settings_that_differ_come_first(tmp_path, visit):
-    folders = [make_run(tmp_path / name) for name in ("one", "two")]
+    """Each with its curves and steps; settings that differ come first."""
+    folders = [make_run(tmp_path / "one"), make_run(tmp_path / "two", num_steps=9)]
     for folder, rate in zip(folders, (0.1, 0.2), strict=True):
         settings = {"beta": 0.0, "learning_rate": rate, "output_dir": str(folder), "stop": None}
         (folder / "config.json").write_text(json.dumps(settings))
     page = visit(page_of(*folders))
+    curves = page.locator("figure").first.locator("path.curve")
+    assert curves.count() == 2
+    page.locator("#head input").first.uncheck()
+    assert curves.count() == 1
+    page.get_by_label("run", exact=True).select_option("1")
+    assert step_of(page) == "9"
+
     assert page.locator("#settings summary").inner_text() == "learning_rate 0.1, 0.2"
     page.locator("#settings summary").click()
     rows = [row.split("\t") for row in page.locator("#settings tr").all_inner_texts()]
@@ -408,19 +381,16 @@ def test_images_stand_in_the_page(tmp_path, visit):
     assert page.locator("#head .note").inner_text().startswith(f"{folder}: 1 images are left out")
 
 
-def test_ten_thousand_completions(tmp_path, visit):
+def test_ten_thousand_completions(shown):
     """A page takes as many; of more, steps at even distances stay, and it says so."""
-    rows = [sample(s, s, n) for s in range(1, 201) for n in range(64)]
-    page = visit(page_of(make_run(tmp_path / "run", rows, num_steps=200)))
+    page = shown([sample(s, s, n) for s in range(1, 201) for n in range(64)], num_steps=200)
     kept = page.evaluate("runs[0].samples.length")
     assert 8_000 <= kept <= 10_000
     steps = page.evaluate("runs[0].steps")
     assert [steps[0], steps[-1]] == [1, 200]
     told = page.locator("#head .note").inner_text()
-    assert (
-        f"{12_800 - kept:,} completions are left out to keep this small: {200 - len(steps)} steps have none here"
-        in told
-    )
+    left_out = f"{12_800 - kept:,} completions are left out to keep this small"
+    assert f"{left_out}: {200 - len(steps)} steps have none here" in told
     page.keyboard.press("[")
     assert page.locator("article").count() >= 50
 
@@ -458,13 +428,10 @@ def test_a_small_copy_of_a_run(tmp_path, monkeypatch, visit):
 
     page = visit(page_of(small))
     assert page.evaluate("runs[0].metrics.step.length") == 20
-    assert (
-        page.locator("#head .note")
-        .inner_text()
-        .endswith(
-            f"{20 - len(steps)} completions are left out to keep this small: {20 - len(steps)} steps have none here."
-        )
-    )
+    missing = 20 - len(steps)
+    left_out = f"{missing} completions are left out to keep this small"
+    told = page.locator("#head .note").inner_text()
+    assert told.endswith(f"{left_out}: {missing} steps have none here.")
 
 
 def test_a_damaged_line_is_named(tmp_path):
@@ -476,15 +443,14 @@ def test_a_damaged_line_is_named(tmp_path):
 
 
 def test_a_narrow_and_dark_window(tmp_path, visit):
-    address = page_of(make_run(tmp_path / "run"))
-    page = visit(address, viewport={"width": 380, "height": 800}, color_scheme="dark")
+    window = {"viewport": {"width": 380, "height": 800}, "color_scheme": "dark"}
+    page = visit(page_of(make_run(tmp_path / "run")), **window)
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
 
 
-@pytest.fixture
-def served(tmp_path, monkeypatch):
-    """A run, and the address where its page is served."""
+def test_a_page_that_is_served(tmp_path, monkeypatch, visit):
+    """It follows its run, for this user alone: by a word in its address, and by no other host name."""
     folder = make_run(tmp_path / "run")
     servers = []
 
@@ -495,35 +461,27 @@ def served(tmp_path, monkeypatch):
     told: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(run_page, "ThreadingHTTPServer", noted)
     monkeypatch.setattr(run_page, "print", lambda text, **_: told.put(text), raising=False)
-    thread = threading.Thread(target=run_page.serve, args=([folder], 0))
+    thread = threading.Thread(target=run_page.serve, args=([folder], 0), daemon=True)
     thread.start()
-    yield folder, told.get(timeout=60).split()[0]
-    servers[0].shutdown()
-    thread.join()
-
-
-def test_a_run_that_goes_on(served, visit):
-    folder, address = served
+    address = told.get(timeout=60).split()[0]
     page = visit(address)
-    step = page.get_by_label("step", exact=True)
-    assert step.input_value() == "6"
+    assert step_of(page) == "6"
     write(folder, "metrics", [{"step": 7, "reward": 0.9, "new": 1.0}], "a")
     write(folder, "completions", [sample(7, 20, n) for n in range(4)], "a")
     page.locator("h2", has_text="group 20").wait_for(timeout=20_000)
-    assert step.input_value() == "7"
+    assert step_of(page) == "7"
     assert page.evaluate("runs[0].metrics.new.length") == 7
 
     make_run(folder, num_steps=2)  # it begins anew
     page.locator("h2", has_text="group 4").wait_for(timeout=20_000)
-    assert page.get_by_label("step", exact=True).input_value() == "2"
+    assert step_of(page) == "2"
 
-
-def test_the_page_is_served_to_this_user_alone(served):
-    """By a word in its address, and to no other host name, as a page of another site would use."""
-    _, address = served
+    # As a page of another site would ask.
     root = address.rsplit("/", 2)[0]
     for url, host in ((f"{root}/", None), (f"{root}/wrong/", None), (address, "evil.example:80")):
         request = urllib.request.Request(url, headers={"Host": host} if host else {})
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(request, timeout=10)
     assert b"GRPO runs" in urllib.request.urlopen(address, timeout=10).read()
+    servers[0].shutdown()
+    thread.join()

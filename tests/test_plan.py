@@ -4,15 +4,14 @@ import json
 import math
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
+import doctor
 import launch as launcher
 import memory
 import pytest
-from helpers import ENV, ROOT
+from helpers import ROOT
 from plan import CHANGES, Fit, OnPaper, Placement, Plan, Variants
 from transformers import Qwen3Config
 
@@ -62,11 +61,13 @@ def test_the_peak_of_a_step(model, mode, fields):
     assert counted / 2**30 == pytest.approx(measured["peak_gib"], rel=0.05)
 
 
+SMALL = MODELS["Qwen3-0.6B"] | {"num_hidden_layers": 4}
+
+
 def test_less_is_changed_first():
     """All weights as long as they fit, with 8-bit moments where rows are short; then LoRA."""
     config = on_paper(MODELS["quick"]).config
-    shape = MODELS["Qwen3-0.6B"] | {"num_hidden_layers": 4}
-    variants = Variants(config, Qwen3Config(**shape, tie_word_embeddings=True))
+    variants = Variants(config, Qwen3Config(**SMALL, tie_word_embeddings=True))
     lora = {"use_peft": True, "dtype": "bfloat16", "learning_rate": 1e-5}
     lengths = []
     for card_gb, changes in {80: {}, 7: {"adam_8bit": True}, 4: lora}.items():
@@ -77,13 +78,17 @@ def test_less_is_changed_first():
         lengths.append(fit.most_tokens)
     assert lengths[0] > lengths[1]
 
-    long = Variants(replace(config, max_completion_len=4096), Qwen3Config(**shape))
-    assert long.best(2.5, Placement.ELSEWHERE) is None
-    shorter: Any = long.with_shorter_completions(3, Placement.ELSEWHERE)
-    assert 256 <= shorter.changes["max_completion_len"] < 4096
-    assert f"--max_completion_len {shorter.changes['max_completion_len']}" in shorter.command([])
-    assert shorter.changes["fsdp_offload"]
-    assert long.with_shorter_completions(1, Placement.ELSEWHERE) is None
+
+def test_completions_are_shortened_last():
+    config = replace(on_paper(MODELS["quick"]).config, max_completion_len=4096)
+    variants = Variants(config, Qwen3Config(**SMALL))
+    assert variants.best(2.5, Placement.ELSEWHERE) is None
+    fit: Any = variants.with_shorter_completions(3, Placement.ELSEWHERE)
+    length = fit.changes["max_completion_len"]
+    assert 256 <= length < 4096
+    assert f"--max_completion_len {length}" in fit.command([])
+    assert fit.changes["fsdp_offload"]
+    assert variants.with_shorter_completions(1, Placement.ELSEWHERE) is None
 
 
 def test_bytes_of_states():
@@ -96,26 +101,21 @@ def test_bytes_of_states():
     assert small.kept_bytes == pytest.approx(4 * num + 2 * num * (1 + 4 / 256))
 
     lora = {"bf16": True, "use_peft": True, "dtype": "bfloat16"}
+    whole, in_4_bits = on_paper(shape, **lora), on_paper(shape, **lora, base_4bit=True)
     hidden, mlp, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     heads = 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"])
     matrices = 2 * hidden * (heads * head + 3 * mlp)
-    saved = (
-        on_paper(shape, **lora).weight_bytes - on_paper(shape, **lora, base_4bit=True).weight_bytes
-    )
+    saved = whole.weight_bytes - in_4_bits.weight_bytes
     assert saved == pytest.approx(matrices * (2 - 0.5625))
-    rows = [
-        on_paper(shape, **lora, base_4bit=base_4bit).row_bytes(1024) for base_4bit in (False, True)
-    ]
-    assert rows[1] - rows[0] == 2 * hidden * mlp  # the largest matrix, dequantized
+    # The largest matrix, dequantized.
+    assert in_4_bits.row_bytes(1024) - whole.row_bytes(1024) == 2 * hidden * mlp
 
-    away = on_paper(shape, dtype="bfloat16", use_peft=True, use_fsdp=True, fsdp_offload=True)
+    offloaded = {"use_fsdp": True, "fsdp_offload": True}
+    away = on_paper(shape, dtype="bfloat16", use_peft=True, **offloaded)
     assert away.kept_bytes == away.gradient_bytes == 0
     num = sum(weight.numel() for weight in away.build().parameters())
     assert away.gathered_bytes == 2 * num
-    assert (
-        on_paper(shape, use_fsdp=True, fsdp_offload=True).gathered_bytes
-        == 2 * 2 * plain.num_weights
-    )
+    assert on_paper(shape, **offloaded).gathered_bytes == 2 * 2 * plain.num_weights
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,10 @@ def test_the_page():
 
 def test_a_server_that_sleeps():
     """Neither side has to fit beside the whole of the other."""
-    policy = on_paper(MODELS["Qwen3-0.6B"] | {"num_hidden_layers": 4}, bf16=True, max_staleness=0)
+    policy = on_paper(SMALL, bf16=True, max_staleness=0)
     beside, asleep = (
-        Plan(policy, 24.0, placement, 64) for placement in (Placement.BESIDE, Placement.ASLEEP)
+        Plan(policy, 24.0, Placement.BESIDE, 64),
+        Plan(policy, 24.0, Placement.ASLEEP, 64),
     )
     training = sum(beside.parts(8192).values())
     server = sum(beside.server_parts.values())
@@ -174,16 +175,19 @@ def test_a_server_that_sleeps():
 
 def test_a_server_takes_its_part():
     policy = on_paper(MODELS["Qwen3-0.6B"], bf16=True)
-    parts = Plan(policy, 24.0, Placement.BESIDE, 64).server_parts
-    assert next(iter(parts.values())) == pytest.approx(2 * policy.num_weights / 1e9)
-    # keys and values in 16 bits of 28 layers, 8 heads of 128 numbers, 64 sequences of 1,024 tokens
-    cache = [gb for name, gb in parts.items() if name.startswith("its cache")]
+    plan = Plan(policy, 24.0, Placement.BESIDE, 64)
+    weights_gb = 2 * policy.num_weights / 1e9
+    # keys and values in 16 bits of 28 layers, 8 heads of 128 numbers, 64 sequences
     length = 512 + policy.config.max_completion_len
-    assert cache == [pytest.approx(2 * 2 * 28 * 8 * 128 * 64 * length / 1e9)]
+    cache_gb = 2 * 2 * 28 * 8 * 128 * 64 * length / 1e9
+    parts = plan.server_parts
+    assert next(iter(parts.values())) == pytest.approx(weights_gb)
+    (name,) = [name for name in parts if name.startswith("its cache")]
+    assert parts[name] == pytest.approx(cache_gb)
     server = sum(parts.values())
-    assert server == pytest.approx(2 * policy.num_weights / 1e9 + cache[0] + 2.0)
-    command = Fit(Plan(policy, 24.0, Placement.BESIDE, 64), {}, 8192).command([])
-    assert f"--gpu-memory-utilization {math.ceil(server / 0.24) / 100} --max-num-seqs 64" in command
+    assert server == pytest.approx(weights_gb + cache_gb + 2.0)
+    share = f"--gpu-memory-utilization {math.ceil(server / 0.24) / 100} --max-num-seqs 64"
+    assert share in Fit(plan, {}, 8192).command([])
 
 
 def test_vision_models_are_refused(vlm):
@@ -193,49 +197,32 @@ def test_vision_models_are_refused(vlm):
         Variants(config)
 
 
-def test_the_command_line(models, tmp_path):
+def test_the_command_line(models, tmp_path, monkeypatch, capsys):
     """It prints commands whose fields are read."""
-    recipe = tmp_path / "planned.py"
+    monkeypatch.chdir(ROOT)
+    recipe = tmp_path / f"planned_{tmp_path.name}.py"
     recipe.write_text(
         "from config import TrainConfig\nfrom recipes.rewards import exact_match\n"
         f"config = TrainConfig(model_id={models['tied']!r}, dataset_id=list, reward_funcs=[exact_match])\n"
     )
-    script = [sys.executable, "scripts/doctor.py", str(recipe)]
-
-    def run(*words):
-        return subprocess.run(
-            [*script, *words], capture_output=True, text=True, cwd=ROOT, env=ENV, check=False
-        )
-
-    given = [
-        "--lora_rank",
-        "8",
-        "--max_staleness=2",
-        "--use_peft",
-        "true",
-        "--max_tokens_per_gpu",
-        "9999",
-    ]
-    done = run("--plan", "16GB", *given)
-    assert done.returncode == 0, done.stderr
-    assert "LoRA, on 16 GB with its server" in done.stdout
-    launches = re.findall(r"^ *python scripts/launch.py (.*)$", done.stdout, re.M)
+    given = "--lora_rank 8 --max_staleness=2 --use_peft true --max_tokens_per_gpu 9999"
+    doctor.main([str(recipe), "--plan", "16GB", *given.split()])
+    printed = capsys.readouterr().out
+    assert "LoRA, on 16 GB with its server" in printed
+    launches = re.findall(r"^ *python scripts/launch.py (.*)$", printed, re.M)
     assert len(launches) == 2
-    for launch in launches:
-        words = [word.partition("=")[0] for word in shlex.split(launch) if word.startswith("--")]
-        assert len(words) == len(set(words))  # each field once
-        _, _, config = launcher.parse(shlex.split(launch))
-        assert config.use_peft
-        assert config.lora_rank == 8
+    for words in map(shlex.split, launches):
+        fields = [word.partition("=")[0] for word in words if word.startswith("--")]
+        assert len(fields) == len(set(fields))  # each once
+        _, _, config = launcher.parse(words)
+        assert (config.use_peft, config.lora_rank) == (True, 8)
     assert config.max_staleness == 0  # of the server that sleeps
 
-    for card in ("much", "4090"):
-        done = run("--plan", card)
-        assert done.returncode
-        last = done.stderr.splitlines()[-1]
-        assert last == f"error: --plan {card}: it needs the memory of a GPU, such as 24GB"
-    done = run("--plan", "24GB", "--model_id", "no/such/model")
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        "error: model_id=no/such/model is no model's folder, and the hub does not give it: "
-    )
+    no_model = ["--model_id", "no/such/model"]
+    for card, words, message in (
+        ("much", [], "--plan much: it needs the memory of a GPU, such as 24GB"),
+        ("4090", [], "--plan 4090: it needs the memory of a GPU, such as 24GB"),
+        ("24GB", no_model, "model_id=no/such/model is no model's folder, and the hub does not"),
+    ):
+        with pytest.raises(UserError, match=message):
+            doctor.main([str(recipe), "--plan", card, *words])

@@ -1,14 +1,15 @@
-"""Shared prefixes on a GPU: the flash kernels of the cascade, and whole models, against fp64 and fp32 on the CPU."""
+"""Shared prefixes on a GPU: the kernels of the cascade, and whole models, against the CPU."""
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_prefix_models import (
     FAMILIES,
-    bare_head,
+    assert_equal_gradients,
     gradients,
     make_agents,
     make_groups,
@@ -17,7 +18,9 @@ from test_prefix_models import (
     shared_rows,
     stock,
 )
+from test_prefix_varlen import dense
 from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from prefix_attention import Tree, _Asked, _attention, _fits_kernels, _in_chunks, _logits, attach
 from recipes import flash4
@@ -26,52 +29,31 @@ pytestmark = pytest.mark.gpu
 
 # start, length, depth, whether all of the own is seen
 SEGMENTS = [
-    (0, 70, 0, 0), (70, 33, 70, 0), (103, 1, 70, 0), (104, 20, 51, 0), (124, 9, 71, 0), (133, 7, 74, 0),
-    (140, 41, 0, 1), (181, 65, 41, 0), (246, 64, 71, 1), (310, 40, 135, 0),
+    (0, 70, 0, 0), (70, 33, 70, 0), (103, 1, 70, 0), (104, 20, 51, 0), (124, 9, 71, 0),
+    (133, 7, 74, 0), (140, 41, 0, 1), (181, 65, 41, 0), (246, 64, 71, 1), (310, 40, 135, 0),
     (350, 300, 0, 0), (650, 1, 300, 0),  # one query below many keys takes a kernel of its own
 ]  # fmt: skip
-
-
-def dense(q, k, v, sinks, scale):
-    """Attention written out, with the mask of the forest."""
-    total = len(q)
-    mask = torch.zeros(total, total, dtype=torch.bool)
-    path: list[int] = []
-    for start, length, depth, sees_all in SEGMENTS:
-        own = torch.ones(length, length, dtype=torch.bool)
-        path = path[:depth]
-        mask[start : start + length, path] = True
-        mask[start : start + length, start : start + length] = own if sees_all else own.tril()
-        path += range(start, start + length)
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = torch.einsum("lhd,khd->hlk", q, k) * scale
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, total, 1)], -1)
-    return torch.einsum("hlk,khd->lhd", scores.softmax(-1)[..., :total], v)
 
 
 @pytest.mark.parametrize(("version", "head_dim"), [(2, 64), (2, 128), (2, 256), (4, 64), (4, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_cascade(dtype, version, head_dim, with_sinks, monkeypatch):
-    """Relative to each tensor's norm: a few roundings of 2⁻⁹ (bf16) or 2⁻¹² (fp16), and fp16's small gradients."""
+    """Relative to norms: a few roundings of 2⁻⁹ (bf16) or 2⁻¹² (fp16), whose gradients are small."""
     if version == 4:
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("recipes/flash4.py is for Hopper GPUs")
         pytest.importorskip("cutlass", reason="comes with vLLM for GPUs")
-        monkeypatch.setattr(
-            "prefix_attention._flash", flash4.forward
-        )  # heads: four of queries, two of keys
+        monkeypatch.setattr("prefix_attention._flash", flash4.forward)
         monkeypatch.setattr("prefix_attention._flash_backward", flash4.backward)
     torch.manual_seed(0)
-    shapes = [(4, head_dim), (2, head_dim), (2, head_dim)]
     total = sum(SEGMENTS[-1][:2])
-    inputs = [torch.randn(total, *shape).to(dtype) for shape in shapes]
+    inputs = [torch.randn(total, heads, head_dim).to(dtype) for heads in (4, 2, 2)]
     inputs += [torch.randn(4).to(dtype)] if with_sinks else []
     weights = torch.randn(total, 4, head_dim).to(dtype)
     exact: list[Any] = [t.double().requires_grad_() for t in inputs]
-    expected = dense(exact[0], exact[1], exact[2], exact[3] if with_sinks else None, head_dim**-0.5)
+    q, k, v, *of_sinks = exact
+    expected = dense(q, k, v, SEGMENTS, head_dim**-0.5, *of_sinks)
     (expected * weights.double()).sum().backward()
     on_gpu: list[Any] = [t.cuda().requires_grad_() for t in inputs]
     q, k, v = (t.transpose(0, 1)[None] for t in on_gpu[:3])
@@ -88,22 +70,20 @@ def test_cascade(dtype, version, head_dim, with_sinks, monkeypatch):
 @pytest.mark.parametrize("make", [make_groups, make_agents])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32(family, make):
-    """The loop: fp32 has no flash kernel. 1e-4 of the norm, as the GPU's products round in another order."""
+    """The loop, as fp32 has no flash kernel; 1e-4, as a GPU's products round in another order."""
     plain, shared = make_model(family, stock(family)), attach(make_model(family).cuda())
     expected = plain_rows(plain, make())
     got = shared_rows(shared, make())
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
-    reference = gradients(plain, expected)
-    for name, gradient in gradients(shared, got).items():
-        assert (gradient.cpu() - reference[name]).norm() <= 1e-4 * reference[name].norm().clamp(
-            min=1e-30
-        ), name
+    on_gpu = gradients(shared, got)
+    of_shared = {name: gradient.cpu() for name, gradient in on_gpu.items()}
+    assert_equal_gradients(of_shared, gradients(plain, expected), 1e-4)
 
 
 @pytest.mark.parametrize("make", [make_groups, make_agents])
 @pytest.mark.parametrize("family", ["Qwen3", "Llama", "Gemma2", "GptOss", "Qwen3Next"])
 def test_bf16(family, make):
-    """As near to fp32 as the stock model in bf16 is, one plain row per completion, within a factor of two."""
+    """As near to fp32 as plain rows of the stock model in bf16 are, within a factor of two."""
     exact = plain_rows(make_model(family, stock(family)), make()).detach()
     stock_model = make_model(family, stock(family), torch.bfloat16)
     shared = attach(copy.deepcopy(stock_model).cuda())
@@ -117,7 +97,7 @@ def test_bf16(family, make):
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_head(dtype, cap, reads_entropy):
-    """Log-probs, entropies and gradients by compiled passes, against fp64; 1e-2 of a norm is a few roundings of 2⁻⁹."""
+    """Compiled passes against fp64; 1e-2 of a norm is a few roundings of 2⁻⁹."""
     torch.manual_seed(0)
     x, weight = torch.randn(300, 64).to(dtype), (torch.randn(5000, 64) / 4).to(dtype)
     targets, grad, of_entropy = torch.randint(5000, (300,)), torch.randn(300), torch.randn(300)
@@ -133,8 +113,10 @@ def test_head(dtype, cap, reads_entropy):
         z = F.linear(x, ours[1]) * 0.7
         return z if cap is None else cap * torch.tanh(z / cap)
 
-    base = bare_head(capped)
-    head = partial(_logits, base, base.forward, base.outputs)
+    body = torch.nn.Module()
+    forward = lambda: SimpleNamespace(logits=capped(body.forward().last_hidden_state))
+    base = SimpleNamespace(base_model=body, forward=forward)
+    head = partial(_logits, base, forward, BaseModelOutputWithPast(last_hidden_state=None))
     targets = targets.cuda()
     logprobs, entropies = _in_chunks(head, ours[0], 5000, _Asked(targets, targets, 1.0, (), True))
     total = logprobs @ grad.cuda()
@@ -142,9 +124,8 @@ def test_head(dtype, cap, reads_entropy):
         total = total + entropies @ of_entropy.cuda()
     total.backward()
     few = 1e-2 if dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(
-        logprobs.cpu().double(), chosen, rtol=1e-4, atol=1e-4
-    )  # sums are in fp32 for both
+    # Sums are in fp32 for both.
+    torch.testing.assert_close(logprobs.cpu().double(), chosen, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(entropies.cpu().double(), entropy, rtol=1e-4, atol=1e-4)
     for got, reference in zip(ours, exact, strict=True):
         error = (got.grad.cpu().double() - reference.grad).norm() / reference.grad.norm()

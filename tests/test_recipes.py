@@ -3,13 +3,14 @@
 import difflib
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers import CHAT_TEMPLATE, ROOT, make_model, server
+from helpers import CHAT_TEMPLATE, ROOT, make_model, read, server
 from some_rewards import spread
 from test_images import geometry
 from test_judge import Endpoint
@@ -32,16 +33,18 @@ GSM8K = [
 ]
 MATH = [{"problem": f"What is ${i}+{i}$?", "answer": str(2 * i)} for i in range(16)]
 SUMS = [{"prompt": f"{500 + i}+{500 + i}=", "answer": str(1000 + 2 * i)} for i in range(16)]
+OF_SMOLLM = ("smollm", "smollm_lora", "smollm_asked_again", "smollm_one_word")
 DATA: dict[str, Any] = {
-    "tiny": SORT, "majority": SORT, "insert_reasoning": SORT, "distillation": SORT,
-    "own_reward": SORT, "own_loss": SORT, "trackers": SORT, "curriculum": SORT, "entropy": SORT,
-    "mixture": {"few_digits": partial(list, SORT[:8]), "many_digits": partial(list, SORT[8:])}, "own_data": "recipes/own_data.jsonl", "tool_calculator": SUMS,
+    "tiny": SORT, "majority": SORT, "insert_reasoning": SORT, "distillation": SORT, "own_reward": SORT, "own_loss": SORT,
+    "trackers": SORT, "curriculum": SORT, "entropy": SORT, "own_data": "recipes/own_data.jsonl",
+    "mixture": {"few_digits": partial(list, SORT[:8]), "many_digits": partial(list, SORT[8:])}, "tool_calculator": SUMS,
     "tool_agent": [{**row, "prompt": row["prompt"].replace("=", "~=")} for row in SUMS],
     "gsm8k": GSM8K, "lora_7b_one_gpu": GSM8K, "lora_one_card": GSM8K, "math": MATH, "fsdp_multi_node": MATH,
     "countdown": partial(countdown.problems, 16, held_out=True), "tiny_vlm": partial(tiny_vlm.squares, 8, 3),
     "judge": [{"prompt": f"Post {i}: rain.", "completion": "It rains."} for i in range(16)],
-    "geometry3k": geometry, **dict.fromkeys(("smollm", "smollm_lora", "smollm_asked_again", "smollm_one_word"), "recipes/smollm.jsonl"),
+    "geometry3k": geometry, **dict.fromkeys(OF_SMOLLM, "recipes/smollm.jsonl"),
 }  # fmt: skip
+SLOW = {"tool_agent", "insert_reasoning"}  # half a minute each
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +60,6 @@ def chat(tmp_path_factory):
 def test_every_recipe_is_here():
     files = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert files - NO_RECIPES == set(DATA)
-
-
-SLOW = {"tool_agent", "insert_reasoning"}  # half a minute each
 
 
 @pytest.mark.parametrize(
@@ -80,19 +80,17 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
     text = path.read_text()
     assert len(text.splitlines()) <= (200 if name == "judge" else 90)
     assert f"recipes/{name}.py" in text.split('"""')[1] or name == "tiny"  # how to start it
-    sees = name in ("tiny_vlm", "geometry3k")
-    model, url = (
-        (request.getfixturevalue("vlm"), request.getfixturevalue("vlm_server")) if sees else chat
-    )
+    model, url = chat
+    if name in ("tiny_vlm", "geometry3k"):
+        model, url = request.getfixturevalue("vlm"), request.getfixturevalue("vlm_server")
     config = parse_args([str(path)])
-    data = DATA[name]
+    data = geometry(tmp_path) if name == "geometry3k" else DATA[name]
     if isinstance(data, list):
         (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
         data = str(tmp_path / "data.jsonl")
-    data = geometry(tmp_path) if data is geometry else data
-    teacher = config.reference_id and make_model(
-        tmp_path / "teacher", layers=3, chat_template=CHAT_TEMPLATE
-    )
+    teacher = None
+    if config.reference_id:
+        teacher = make_model(tmp_path / "teacher", layers=3, chat_template=CHAT_TEMPLATE)
     config = replace(
         config, model_id=model, reference_id=teacher, vllm_urls=[url],
         dataset_id=data, output_dir=str(tmp_path / "run"),
@@ -102,21 +100,16 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
     )  # fmt: skip
     assert config.eval_dataset_id
     main(config)
-    start, *metrics = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    start, *metrics = read(tmp_path, "metrics")
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert math.isfinite(start["eval/reward"])
     assert math.isfinite(metrics[-1]["eval/reward"])
-    for name in [getattr(function, "__name__", "") for function in config.reward_funcs]:
-        assert all(math.isfinite(row[f"rewards/{name}"]) for row in metrics)
-    # A small random model often talks on: a batch that is cut off whole has no gradient where such are masked.
-    learns = [
-        row
-        for row in metrics
-        if not config.mask_truncated_completions or row["completions/clipped_ratio"] < 1
-    ]
-    assert all(row["grad_norm"] > 0 for row in learns)
+    for row in metrics:
+        names = [getattr(function, "__name__", "") for function in config.reward_funcs]
+        assert all(math.isfinite(row[f"rewards/{name}"]) for name in names)
+        # A small random model often talks on: a batch that is cut off whole has no gradient where such are masked.
+        is_masked = config.mask_truncated_completions and row["completions/clipped_ratio"] == 1
+        assert is_masked or row["grad_norm"] > 0
     rounded = config.bf16 or config.fsdp_bf16 or config.dtype == "bfloat16"
     assert metrics[0]["sampling/sampling_logp_difference/mean"] < (0.1 if rounded else 1e-4)
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
@@ -127,14 +120,18 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
 def test_what_is_ones_own_takes_ten_lines(name):
     """Against `recipes/tiny.py`, of which it is a copy: lines written or changed, blank ones aside."""
     base, own = ((ROOT / "recipes" / f"{n}.py").read_text().splitlines() for n in ("tiny", name))
-    written = [
-        line for line in difflib.ndiff(base, own) if line.startswith("+ ") and line[2:].strip()
-    ]
+    written = [line for line in difflib.ndiff(base, own) if re.match(r"\+ .*\S", line)]
     assert 0 < len(written) <= 10
 
 
+def logprob(model, prompt, ids):
+    """Of an answer, by one plain forward."""
+    logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)[range(len(ids)), ids].sum()
+
+
 def test_dpo(tmp_path):
-    """The loss and its gradient against whole rows, one per answer; then the script, which lowers it."""
+    """The loss and its gradient against whole rows, one per answer."""
     folder = make_model(tmp_path / "model")
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for _ in range(2)
@@ -144,16 +141,12 @@ def test_dpo(tmp_path):
             weight.add_(0.02 * torch.randn_like(weight))
     pairs = [([5, 6, 7, 8], [[20, 21, 22, 2], [30, 2]]), ([9, 10], [[40, 2], [50, 51, 2]])]
 
-    def answer(model, prompt, ids):
-        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1)[range(len(ids)), ids].sum()
-
     margins = []
     for prompt, both in pairs:
-        changes = [
-            answer(policy, prompt, ids) - answer(reference, prompt, ids).detach() for ids in both
-        ]
-        margins.append(changes[0] - changes[1])
+        chosen, rejected = (
+            logprob(policy, prompt, ids) - logprob(reference, prompt, ids).detach() for ids in both
+        )
+        margins.append(chosen - rejected)
     wanted = -logsigmoid(dpo.BETA * torch.stack(margins)).mean()
     wanted.backward()
     gradients = {name: weight.grad for name, weight in policy.named_parameters()}
@@ -177,20 +170,17 @@ def test_dpo_script_learns(tmp_path, capsys, monkeypatch):
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+@torch.no_grad()
 def test_scores_of_many_answers(tmp_path):
     """Against one plain forward of each."""
     folder = make_model(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     context, answers = "A long, long story. " * 5, ["yes", "no, it is not", "maybe", "x"]
-    plain = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer(context).input_ids
     wanted = []
     for text in answers:
-        prompt, ids = (
-            tokenizer(context).input_ids,
-            [*tokenizer(text).input_ids, tokenizer.eos_token_id],
-        )
-        with torch.no_grad():
-            logits = plain(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        wanted.append(logits.log_softmax(-1)[range(len(ids)), ids].sum().item())
-    model = attach(AutoModelForCausalLM.from_pretrained(folder))
-    assert score.scores(model, tokenizer, context, answers) == pytest.approx(wanted, rel=1e-4)
+        ids = [*tokenizer(text).input_ids, tokenizer.eos_token_id]
+        wanted.append(logprob(model, prompt, ids).item())
+    scores = score.scores(attach(model), tokenizer, context, answers)
+    assert scores == pytest.approx(wanted, rel=1e-4)

@@ -1,5 +1,6 @@
 """Verifiers on what models write, hostile answers included: nothing in them is run, and each gets its number."""
 
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -29,77 +30,72 @@ BOMBS = [
 ]
 
 
-@pytest.mark.parametrize(("verifier", "truth"), [(math_answer, "4"), (math_answer, "x+4")])
-def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(
-    tmp_path, verifier, truth
-):
-    """In a worker, as the trainer calls it; the last one would touch a file if it were code."""
+def called(function, timeout_s, **arguments):
+    """What a worker returns, as a run calls it."""
+    with closing(CallPool(1)) as pool:
+        return pool.call(function, arguments, timeout_s)
+
+
+@pytest.mark.parametrize("truth", ["4", "x+4"])
+def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(tmp_path, truth):
+    """The last of them would touch a file if it were code."""
     code = rf"\boxed{{__import__('pathlib').Path('{tmp_path}/run').touch()}}"
     texts = [*BOMBS, code, rf"so \boxed{{{truth}}}", rf"\boxed{{ {truth} }}", r"\boxed{5}"]
-    pool = CallPool(1)
-    arguments = {"prompts": [""] * len(texts), "completions": texts, "answer": [truth] * len(texts)}
-    values = pool.call(verifier, arguments, 40)
-    pool.close()
+    answers = [truth] * len(texts)
+    values = called(math_answer, 40, prompts=answers, completions=texts, answer=answers)
     assert values == [0.0] * (len(BOMBS) + 1) + [1.0, 1.0, 0.0]
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("(50 - 2) / 4 + 8", 1),
-        ("<think>2 + 2</think>\n<answer> (50 - 2) / 4 + 8 </answer>", 1),
-        ("<answer>1 + 1</answer> no: <answer>8+(50-2)/4 = 20</answer>", 1),
-        ("-(2 - 50) / 4 + 8", 1),
-        ("8 + 4 * (50 - 2) / 16", 0),  # 20, with a number that is not given
-        ("50 / 2 - 4 + 8 - 9", 0),
-        ("(50 - 2) / 4 + 8 + 8 - 8", 0),  # 8 more than once
-        ("50 - 2 * 8 - 4", 0),  # 30
-        ("(50 - 2) / 4 + 8 = 21", 0),
-        ("8 + 4 * 2 + 4", 0),  # 20, with 4 twice
-        ("50 - 8 - 4 * 2 - 14", 0),
-        ("2 * 8 + 4", 0),  # 20, without the 50
-        ("(50 - 8 - 2) / 2", 0),  # 20, without the 4
-        ("<answer>\n8 + (50 - 2) / 4\n</answer>", 1),
-        ("20", 0),
-        ("", 0),
-        ("<answer></answer>", 0),
-        ("<answer>8 + (50 - 2) / 4</answer></answer>", 1),
-        ("8\t+\n+(50 - 2) / 4", 1),
-        ("(50 - 2) // 4 + 8", 0),
-        ("50 - 2 / 4 + 8", 0),  # 57.5
-        ("50 ** 2 ** 4 ** 8", 0),
-        ("9" * 250, 0),
-        ("9" * 10**6, 0),
-        ("(" * 140 + "4" + ")" * 140, 0),
-        ("-" * 290 + "4", 0),
-        ("50 / (2 - 2) + 4 + 8", 0),
-        ("50 - 2 / 4 + 8.0", 0),
-        ("(50, 2, 4, 8)", 0),
-        ("__import__('os').getpid()", 0),
-        ("5_0 - 2 / 4 + 8", 0),
-        ("(50 - 2) / 4 + 08", 0),
-        ("(50 - 2) / ٤ + 8", 0),
-        ("50 2 4 8", 0),
-        ("(50 - 2) / 4 + 8\0", 0),
-    ],
-)
-def test_countdown(text, value):
-    assert countdown([text], nums=[[2, 4, 8, 50]], target=[20]) == [value]
+RIGHT = [
+    "(50 - 2) / 4 + 8",
+    "-(2 - 50) / 4 + 8",
+    "8\t+\n+(50 - 2) / 4",
+    "<think>2 + 2</think>\n<answer> (50 - 2) / 4 + 8 </answer>",
+    "<answer>1 + 1</answer> no: <answer>8+(50-2)/4 = 20</answer>",
+    "<answer>\n8 + (50 - 2) / 4\n</answer>",
+    "<answer>8 + (50 - 2) / 4</answer></answer>",
+]
+WRONG = [
+    "8 + 4 * (50 - 2) / 16",  # 20, with a number that is not given
+    "(50 - 2) / 4 + 8 + 8 - 8",  # 8 more than once
+    "8 + 4 * 2 + 4",  # 20, with 4 twice
+    "2 * 8 + 4",  # 20, without the 50
+    "(50 - 8 - 2) / 2",  # 20, without the 4
+    "50 - 2 * 8 - 4",  # 30
+    "50 - 2 / 4 + 8",  # 57.5
+    "(50 - 2) / 4 + 8 = 21",
+    "20",
+    "",
+    "<answer></answer>",
+    "(50 - 2) // 4 + 8",
+    "50 ** 2 ** 4 ** 8",
+    "9" * 250,
+    "9" * 10**6,
+    "(" * 140 + "4" + ")" * 140,
+    "-" * 290 + "4",
+    "50 / (2 - 2) + 4 + 8",
+    "50 - 2 / 4 + 8.0",
+    "(50, 2, 4, 8)",
+    "__import__('os').getpid()",
+    "5_0 - 2 / 4 + 8",
+    "(50 - 2) / 4 + 08",
+    "(50 - 2) / ٤ + 8",
+    "50 2 4 8",
+    "(50 - 2) / 4 + 8\0",
+]
 
 
-def test_countdown_is_exact():
-    """6 / (1 - 3/4) is 24 in fractions; in floats 1/3 * 3 and the like need not be whole. One number may come twice."""
-    assert countdown(
-        ["6/(1-3/4)", "(5-1/5)*5"], nums=[[1, 3, 4, 6], [5, 5, 1, 5]], target=[24, 24]
-    ) == [1.0, 1.0]
-    assert countdown(["(5-1/5)*5"], nums=[[5, 5, 5, 5]], target=[24]) == [0.0]
-    assert countdown(["1/2+3"], nums=[[1, 2, 3]], target=[3]) == [0.0]
-    others: Any = {
-        "nums": [["1", "2"], [1, 2.0]],
-        "target": ["3", 0.5],
-    }  # as a JSONL file may have them
-    assert countdown(["1+2=3", "1/2"], **others) == [1.0, 1.0]
+def test_countdown():
+    """In fractions: 6 / (1 - 3/4) is 24; in floats 1/3 * 3 and the like need not be whole."""
+    for text in [*RIGHT, *WRONG]:
+        value = float(text in RIGHT)
+        assert countdown([text], nums=[[2, 4, 8, 50]], target=[20]) == [value], text[:80]
+    nums: list[list[Any]] = [[1, 3, 4, 6], [5, 5, 1, 5], [5, 5, 5, 5], [1, 2, 3]]
+    texts = ["6/(1-3/4)", "(5-1/5)*5", "(5-1/5)*5", "1/2+3"]
+    assert countdown(texts, nums=nums, target=[24, 24, 24, 3]) == [1.0, 1.0, 0.0, 0.0]
+    as_in_jsonl: Any = {"nums": [["1", "2"], [1, 2.0]], "target": ["3", 0.5]}
+    assert countdown(["1+2=3", "1/2"], **as_in_jsonl) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -131,25 +127,17 @@ SAME = [
     (r"\cfrac12", "1/2"), ("{1}/{2}", "1/2"),
 ]  # fmt: skip
 OTHER = [
-    ("5", "6"),
-    ("(1,2)", "(2,1)"),
-    ("(1,2)", "12"),
-    ("1,2", "12"),
-    (r"\frac{2}{4}", r"\frac{1}{2}"),
-    ("", "5"),
-    ("5.0", "5"),
-    ("", r"\text{ Monday}"),
-    (r"\text{ Tuesday}", r"\text{ Monday}"),
-    (r"\text{even}", r"\text{Even}"),
-    ("5 cm", "5"),
-]
+    ("5", "6"), ("(1,2)", "(2,1)"), ("(1,2)", "12"), ("1,2", "12"), (r"\frac{2}{4}", r"\frac{1}{2}"),
+    ("", "5"), ("5.0", "5"), ("", r"\text{ Monday}"), (r"\text{ Tuesday}", r"\text{ Monday}"),
+    (r"\text{even}", r"\text{Even}"), ("5 cm", "5"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted", "value"), [(*p, 1) for p in SAME] + [(*p, 0) for p in OTHER]
-)
-def test_boxed_exact(given, wanted, value):
-    assert boxed_exact([rf"thus \boxed{{{given}}}"], [wanted]) == [value]
+def test_boxed_exact():
+    for given, wanted in [*SAME, *OTHER]:
+        value = float((given, wanted) in SAME)
+        assert boxed_exact([rf"thus \boxed{{{given}}}"], [wanted]) == [value], (given, wanted)
+    assert exact_match(["4"], [4]) == boxed_exact([r"\boxed{4}"], [4]) == [1.0]  # as numbers
 
 
 @pytest.mark.parametrize(
@@ -160,6 +148,7 @@ def test_boxed_exact(given, wanted, value):
         (r"\boxed{1}. The final answer is 2.", "2", 0),
         (r"\boxed{1} \boxed{2", "1", 0),
         (r"\boxed{2+2}", "4", 1),
+        (r"\boxed{\sqrt{12}}", r"2 \sqrt { 3 }", 1),
         (r"\boxed{1\,000}", "1000", 1),
         (r"\boxed{1{,}000}", 1000, 1),
         (r"\boxed{\text{seat}}", "east", 0),
@@ -185,30 +174,21 @@ def test_math_answer(text, truth, value):
     assert math_answer([text], [truth]) == [value]
 
 
-def test_numbers_as_answers():
-    assert exact_match(["4"], [4]) == boxed_exact([r"\boxed{4}"], [4]) == [1.0]
-
-
-LONG = (
-    r"\boxed{" + "9" * 100_000 + "}",
-    r"\boxed{0." + "9" * 10_000 + "}",
-    r"\boxed{" + r"\frac{" * 20_000 + "}",
-)
-
-
 @pytest.mark.parametrize(
     "text",
-    [*LONG, r"\boxed{5" + r"\text{ a}" * 10_000 + "}", "<answer>" * 20_000, r"\boxed{" * 20_000],
+    [
+        r"\boxed{" + "9" * 100_000 + "}",
+        r"\boxed{0." + "9" * 10_000 + "}",
+        r"\boxed{" + r"\frac{" * 20_000 + "}",
+        r"\boxed{5" + r"\text{ a}" * 10_000 + "}",
+        "<answer>" * 20_000,
+        r"\boxed{" * 20_000,
+    ],
 )
 def test_long_texts_take_no_time(text):
     """Linear in the text: a regular expression that is not takes minutes here."""
-    pool = CallPool(1)
-    for verifier, more in (
-        (boxed_exact, {}),
-        (countdown, {"nums": [[4]], "target": [4]}),
-    ):
-        assert pool.call(verifier, {"completions": [text], "answer": ["4"], **more}, 20) == [0.0]
-    pool.close()
+    assert called(boxed_exact, 20, completions=[text], answer=["4"]) == [0.0]
+    assert called(countdown, 20, completions=[text], nums=[[4]], target=[4]) == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -239,20 +219,11 @@ def test_length_penalties():
     lengths = [[0] * length for length in (0, 100, 200, 0, 100, 199, 500)]
     values = scaled(completion_ids=lengths, completions=texts, answer=answers)
     assert values == pytest.approx([1.0, 0.75, -1.0, -1.0, -0.75, -0.5, -1.0], abs=1e-4)
-    pool = CallPool(1)
     arguments = {"completion_ids": lengths, "completions": texts, "answer": answers}
-    assert pool.call(scaled, arguments, 20) == values
-    assert pool.call(length_penalty(300, 100), {"completion_ids": ids}, 20) == [0, 0, -0.5, -1, -1]
-    assert pool.call(best_of(exact_match, sometimes), arguments, 20) == [
-        1.0,
-        1.0,
-        1.0,
-        0.5,
-        0.5,
-        0.5,
-        0.5,
-    ]
-    pool.close()
+    assert called(scaled, 20, **arguments) == values
+    assert called(length_penalty(300, 100), 20, completion_ids=ids) == [0, 0, -0.5, -1, -1]
+    best = called(best_of(exact_match, sometimes), 20, **arguments)
+    assert best == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
     own = Cosine(100, sometimes, right=(2.0, 1.0), wrong=(-3.0, -1.0), exceeded=-9.0)
     half = {"completions": ["a", "b"], "answer": ["a", "a"]}
     assert own(completion_ids=[[0] * 50] * 2, **half) == [None, -2.0]
@@ -288,7 +259,6 @@ PATH: Any = "recipes.rewards.exact_match"
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_made(make):
-    with pytest.raises(
-        ValueError, match=r"length_penalty|cushion|max_tokens|best_of|async def|use def"
-    ):
+    message = "length_penalty|cushion|max_tokens|best_of|async def|use def"
+    with pytest.raises(ValueError, match=message):
         make()

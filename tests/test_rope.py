@@ -1,26 +1,21 @@
 """Ropes that take other factors for long texts: trainer and servers keep to texts for which both take the same."""
 
 import dataclasses
-import time
-from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from doctor import examine
-from fake_server import FakeServer, fake_server
+from fake_server import fake_server
 from helpers import RECIPE, answer_in, make_tokenizer
 from launch import parse, server_words
-from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from config import parse_args
 from prefix_attention import completion_logprobs, pack, rope_limit
 from recipes import plain_loop
 from recipes.teacher import Teacher
-from rollouts import servers
-from rollouts.servers import ServerPool
 from train import main
 from vllm_client import ServerError
 
@@ -48,11 +43,13 @@ CHOOSE = [  # by a text's length: the config, and up to which length
     ("Qwen2", {"rope_parameters": DYNAMIC, "max_position_embeddings": 100}, 100),
     ("Gemma3Text", {"rope_parameters": BY_LAYER, **LAYERS}, 64),
 ]
-FIXED = [
-    THETA | {"rope_type": "default"},
-    THETA | {"rope_type": "linear", "factor": 4.0},
-    YARN,
-    LLAMA3,
+ANY = float("inf")  # where a rope does not choose
+ROPES = [
+    *CHOOSE,
+    ("Llama", {"rope_parameters": THETA | {"rope_type": "default"}}, ANY),
+    ("Llama", {"rope_parameters": THETA | {"rope_type": "linear", "factor": 4.0}}, ANY),
+    ("Llama", {"rope_parameters": YARN}, ANY),
+    ("Llama", {"rope_parameters": LLAMA3}, ANY),
 ]
 
 
@@ -78,29 +75,26 @@ def logprobs(model, *groups):
     return completion_logprobs(model, row)
 
 
-@pytest.mark.parametrize(("kind", "fields", "limit"), CHOOSE)
+@pytest.mark.parametrize(("kind", "fields", "limit"), ROPES)
 def test_no_text_changes_its_neighbours(kind, fields, limit):
+    """A text that would is refused; where a rope does not choose its factors, none would."""
     model = build(kind, fields)
     assert rope_limit(model.config) == limit
     alone = logprobs(model, group(20))
-    beside = logprobs(model, group(20), group(limit))
+    beside = logprobs(model, group(20), group(min(limit, 300)))
     torch.testing.assert_close(beside[: len(alone)], alone)
+    if limit == ANY:
+        return
     for groups in ([group(limit + 1)], [group(20), group(limit + 1)]):
         with pytest.raises(ValueError, match="a text is too long for the rope factors of others"):
             logprobs(model, *groups)
 
 
-@pytest.mark.parametrize("rope", FIXED, ids=lambda rope: rope["rope_type"])
-def test_other_ropes_take_any_text(rope):
-    model = build("Llama", {"rope_parameters": rope})
-    alone = logprobs(model, group(20))
-    torch.testing.assert_close(logprobs(model, group(20), group(300))[: len(alone)], alone)
-
-
-def test_the_text_of_a_vision_language_model():
+def test_vision_language_models():
+    """It is their text model that chooses."""
     text = transformers.LlamaConfig(**SIZES, rope_parameters=DYNAMIC).to_dict()
     assert rope_limit(transformers.LlavaConfig(text_config=text)) == 256
-    assert rope_limit(transformers.Qwen2VLConfig()) == float("inf")
+    assert rope_limit(transformers.Qwen2VLConfig()) == ANY
 
 
 @pytest.fixture(scope="module")
@@ -112,87 +106,47 @@ def phi(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def config_for(phi, tmp_path):
-    """A short run against servers."""
-
-    def make(*fakes):
-        path = tmp_path / f"recipe_{tmp_path.name}.py"
-        urls = [fake.url for fake in fakes]
-        path.write_text(RECIPE.format(model=phi, urls=urls, output=str(tmp_path / "run")))
-        return parse_args([str(path), "--max_steps", "1"])
-
-    return make
+def config_for(phi, tmp_path, fake):
+    """A short run against a server."""
+    path = tmp_path / f"recipe_{tmp_path.name}.py"
+    path.write_text(RECIPE.format(model=phi, urls=[fake.url], output=str(tmp_path / "run")))
+    return parse_args([str(path), "--max_steps", "1"])
 
 
 CURE = "give it --max-model-len 64$"
 
 
-def plain(config):
-    plain_loop.main(dataclasses.replace(config, logged_groups=8))
-
-
-@pytest.mark.parametrize("run", [main, examine, plain], ids=["train", "doctor", "plain_loop"])
-def test_a_server_of_long_texts_is_refused(phi, config_for, run):
+@pytest.mark.parametrize("run", [main, examine, plain_loop.main], ids=["train", "doctor", "plain"])
+def test_a_server_of_long_texts_is_refused(phi, tmp_path, run):
     """vLLM takes the long factors for all of its texts; at the start, and with the cure, also to the doctor."""
-    with (
-        fake_server(phi, answer_in(0.0), max_model_len=65) as fake,
-        pytest.raises(ServerError, match=CURE),
-    ):
-        run(config_for(fake))
+    with fake_server(phi, answer_in(0.0), max_model_len=65) as fake:
+        config = dataclasses.replace(config_for(phi, tmp_path, fake), logged_groups=8)
+        with pytest.raises(ServerError, match=CURE):
+            run(config)
 
 
-def test_a_server_of_short_texts_trains(phi, config_for, tmp_path):
-    with fake_server(phi, answer_in(0.0), max_model_len=64) as fake:
-        main(config_for(fake))
-    assert (tmp_path / "run" / "checkpoint-1").exists()
-
-
-def test_a_teachers_server_too(phi, config_for):
+def test_a_teachers_server_too(phi, tmp_path):
+    """And with a server of short texts, a run trains."""
     with (
         fake_server(phi, answer_in(0.0), max_model_len=64) as fake,
         fake_server(phi, answer_in(0.0), max_model_len=128) as theirs,
     ):
-        config = dataclasses.replace(config_for(fake), beta=0.1, parts=[Teacher(theirs.url)])
+        config = config_for(phi, tmp_path, fake)
+        taught = dataclasses.replace(config, beta=0.1, parts=[Teacher(theirs.url)])
         with pytest.raises(ServerError, match=f"^{theirs.url} .*{CURE}"):
-            main(config)
+            main(taught)
+        main(config)
+    assert (tmp_path / "run" / "checkpoint-1").exists()
 
 
-def test_a_server_that_comes_back_with_long_texts(phi, config_for, capsys, monkeypatch):
-    monkeypatch.setattr(servers, "PROBE_S", 0.05)
-    about = FakeServer.about
-    longer = lambda self: replace(about(self), max_model_len=128)
-    with (
-        fake_server(phi, answer_in(0.0), max_model_len=64) as fake,
-        closing(ServerPool(config_for(fake), rope_limit=64)) as pool,
-    ):
-        assert pool.wait_until_ready() == 64
-        pool.connect(torch.device("cpu"))
-        for server in pool.update_weights([], 0):
-            pool.admit(server)
-        monkeypatch.setattr(FakeServer, "about", longer)
-        pool.lose(pool.servers[0], "it was ended")
-        said = ""
-        deadline_s = time.monotonic() + 20
-        while "stays left out" not in said and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-            said += capsys.readouterr().out
-    assert "give it --max-model-len 64\n" in said
-
-
-def length_of(words):
-    """That launch.py gives a server."""
-    args, _, config = parse([*words, "--print"])
-    given = server_words(args, config)
-    return given[given.index("--max-model-len") + 1]
-
-
-@pytest.mark.parametrize(("kind", "fields", "limit"), CHOOSE)
+@pytest.mark.parametrize(("kind", "fields", "limit"), [CHOOSE[0], CHOOSE[3]])
 def test_launch_keeps_to_it(kind, fields, limit, tmp_path):
     """Whether the trainer's bound is above the model's length, between both, or below."""
     build(kind, fields).save_pretrained(tmp_path / "model")
     recipe = tmp_path / f"recipe_{tmp_path.name}.py"
     recipe.write_text(RECIPE.format(model=str(tmp_path / "model"), urls=["http://x:1"], output="o"))
-    for bound in ("30", "80", "200", "16384"):
-        words = [str(recipe), "--max_tokens_per_gpu", bound]
-        assert length_of(words) == str(min(int(bound), limit))
+    for bound in (30, 80, 200, 16384):
+        words = [str(recipe), "--max_tokens_per_gpu", str(bound), "--print"]
+        args, _, config = parse(words)
+        given = server_words(args, config)
+        assert given[given.index("--max-model-len") + 1] == str(min(bound, limit))

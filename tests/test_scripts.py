@@ -7,59 +7,54 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from helpers import ENV, ROOT
+from helpers import ENV, ROOT, living, wait_until
 
 
 def demo(*options):
     """The demo in a session of its own, started from `/`."""
     command = ["bash", str(ROOT / "scripts" / "demo.sh"), *options]
     env = {name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"}
+    # A background job would ignore Ctrl-C.
+    hear = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(
-        command,
-        cwd="/",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=env,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # a background job would ignore Ctrl-C
-    )
+        command, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True, preexec_fn=hear
+    )  # fmt: skip
 
 
-def left_behind(session):
-    """Command lines of living processes in a session."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and fields[0] != "Z":
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
+def accuracies(output):
+    """Those of the held-out problems, before and after, in percent."""
+    return [float(value) for value in re.findall(r"held-out accuracy \w+: +(\d+\.\d)%", output)]
+
+
+def benchmark(name, path, *options):
+    """The rows of a benchmark in its short form."""
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *options]
+    command += ["--json", str(path)]
+    subprocess.run(command, check=True, timeout=3600, env=ENV, capture_output=True)
+    result = json.loads(path.read_text())
+    assert {"machine", "versions", "rows"} == set(result)
+    return result["rows"]
+
+
+def left_behind(process):
+    """Command lines of what lives in its session."""
+    return [command for _, _, session, command in living() if session == process.pid]
 
 
 def test_a_short_demo_leaves_a_curve_and_a_page_and_no_process():
     process = demo(str(ROOT / "recipes" / "own_loss.py"), "--max_steps", "2")
     output, _ = process.communicate(timeout=900)
     assert process.returncode == 0, output
-    assert re.search(
-        r"held-out accuracy before: \d+\.\d%\nheld-out accuracy after:  \d+\.\d%", output
-    ), output
-    (curve,) = map(Path, re.findall(r"reward curve: (.*)", output))
-    assert (ROOT / curve).read_bytes().startswith(b"\x89PNG")
-    page = (ROOT / curve).with_name("run.html").read_text()
-    first = (ROOT / curve).with_name("completions.jsonl").read_text().splitlines()[0]
-    assert (
-        json.dumps(json.loads(first)["tokens"], separators=(",", ":")).replace("<", "\\u003c")
-        in page
-    )
-    assert left_behind(process.pid) == []
+    assert len(accuracies(output)) == 2
+    (curve,) = [ROOT / name for name in re.findall(r"reward curve: (.*)", output)]
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    page = curve.with_name("run.html").read_text()
+    first = curve.with_name("completions.jsonl").read_text().splitlines()[0]
+    tokens = json.dumps(json.loads(first)["tokens"], separators=(",", ":"))
+    assert tokens.replace("<", "\\u003c") in page
+    assert left_behind(process) == []
 
 
 @pytest.mark.parametrize(
@@ -68,14 +63,12 @@ def test_a_short_demo_leaves_a_curve_and_a_page_and_no_process():
 def test_ctrl_c_leaves_no_process(moment):
     """SIGINT to the foreground process group, as a terminal sends it."""
     process = demo()
-    for line in process.stdout:
-        if line.startswith(moment):
-            break
+    next(line for line in process.stdout if line.startswith(moment))
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    assert left_behind(process.pid) == []
+    assert left_behind(process) == []
 
 
 def test_the_model_that_is_there_is_found(tmp_path):
@@ -91,7 +84,7 @@ def test_a_wrong_option_is_told_at_once():
     assert "starting" not in output
     assert process.returncode == 1
     assert "error: reward_funcs=['no_such_module.f']: " in output
-    assert left_behind(process.pid) == []
+    assert left_behind(process) == []
 
 
 def test_a_killed_pytest_leaves_nothing_behind(tmp_path):
@@ -101,14 +94,11 @@ def test_a_killed_pytest_leaves_nothing_behind(tmp_path):
     command = [sys.executable, "-m", "pytest", "-p", "conftest", tmp_path / "test_sleep.py"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     process = subprocess.Popen(command, env={**ENV, "PYTHONPATH": path}, cwd=tmp_path)
-    asleep = ["pgrep", "-f", "^sleep 3599"]
-    for wanted in (0, 1):  # found, and found no more
-        deadline = time.monotonic() + 60
-        while subprocess.run(asleep, check=False, stdout=subprocess.DEVNULL).returncode != wanted:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.kill()
+    is_asleep = lambda: any(command.startswith("sleep 3599") for *_, command in living())
+    wait_until(is_asleep, 60)
+    process.kill()
     process.wait()
+    wait_until(lambda: not is_asleep(), 60)
 
 
 @pytest.mark.slow
@@ -117,19 +107,9 @@ def test_the_demo_learns():
     process = demo()
     output, _ = process.communicate(timeout=2400)
     assert process.returncode == 0, output
-    before, after = (
-        float(value) for value in re.findall(r"held-out accuracy \w+: +(\d+\.\d)%", output)
-    )
+    before, after = accuracies(output)
     assert 20 <= before <= 60
     assert after >= 90
-
-
-@pytest.mark.slow
-def test_the_demo_does_not_learn_without_a_learning_rate():
-    process = demo("--learning_rate", "0", "--max_steps", "20")
-    output, _ = process.communicate(timeout=2400)
-    before, after = re.findall(r"held-out accuracy \w+: +(\d+\.\d)%", output)
-    assert before == after
 
 
 def test_training_and_held_out_problems_do_not_overlap():
@@ -137,44 +117,32 @@ def test_training_and_held_out_problems_do_not_overlap():
 
     train, held_out = problems(NUM_TRAIN, False, 0), problems(NUM_HELD_OUT, True, 0)
     assert len({row["prompt"] for row in train}) == NUM_TRAIN
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
-    assert not {row["answer"] for row in train} & {row["answer"] for row in held_out}
-    assert all(
-        row["answer"] == "".join(sorted(row["prompt"].rstrip("="))) for row in train + held_out
-    )
+    for column in ("prompt", "answer"):
+        assert not {row[column] for row in train} & {row[column] for row in held_out}
+    for row in train + held_out:
+        assert row["answer"] == "".join(sorted(row["prompt"].rstrip("=")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "figure"),
+    ("name", "figure"),
     [
-        pytest.param("step_time.py", "sync_s", marks=pytest.mark.slow),
-        pytest.param("prefix_attention.py", "ours_s", marks=pytest.mark.slow),
-        pytest.param("vlm.py", "images_forwarded", marks=pytest.mark.slow),
-        pytest.param("async_overlap.py", "steps_per_s", marks=pytest.mark.slow),
-        pytest.param("end_to_end.py", "times_as_fast", marks=pytest.mark.slow),
+        ("step_time", "sync_s"),
+        ("prefix_attention", "ours_s"),
+        ("vlm", "images_forwarded"),
+        ("async_overlap", "steps_per_s"),
+        ("end_to_end", "times_as_fast"),
     ],
 )
-def test_benchmarks_run_quickly(script, figure, tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick"]
-    subprocess.run(
-        [*command, "--json", str(tmp_path / "out.json")],
-        check=True,
-        timeout=1200,
-        env=ENV,
-        capture_output=True,
-    )
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert {"machine", "commit", "command", "versions", "rows"} == set(result)
-    assert all(row[figure] > 0 for row in result["rows"])
+def test_benchmarks_run_quickly(name, figure, tmp_path):
+    rows = benchmark(name, tmp_path / "out.json", "--quick")
+    assert all(row[figure] > 0 for row in rows)
 
 
 @pytest.mark.slow
 def test_a_run_grows_nowhere(tmp_path):
     """In 40 steps, as counted from outside; memory is for `soak.py` in full."""
-    path = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--quick", "--json", str(path)]
-    subprocess.run(command, check=True, timeout=600, env=ENV, capture_output=True)
-    *roles, run = json.loads(path.read_text())["rows"]
+    *roles, run = benchmark("soak", tmp_path / "out.json", "--quick")
     assert [row["role"] for row in roles] == ["trainer", "reward workers", "server"]
     for row in roles[:2]:  # the stand-in has a thread for each request
         for kind in ("threads", "files", "sockets"):
@@ -184,10 +152,7 @@ def test_a_run_grows_nowhere(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_of_scale_runs_quickly(tmp_path):
-    path = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--quick", "--json", path]
-    subprocess.run(command, check=True, timeout=1200, env=ENV, capture_output=True)
-    rows = json.loads(path.read_text())["rows"]
+    rows = benchmark("scale", tmp_path / "out.json", "--quick")
     figures = {
         "tokens": "rank_0_us",
         "ranks": "deal_us",
@@ -201,18 +166,10 @@ def test_the_benchmark_of_scale_runs_quickly(tmp_path):
 @pytest.mark.slow
 def test_a_run_survives_its_server_and_its_trainer(tmp_path):
     """About seven minutes: five kills of the real server and three of the trainer, in forty steps."""
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "chaos.py"),
-        "--json",
-        str(tmp_path / "out.json"),
-    ]
-    subprocess.run(command, check=True, timeout=3600, env=ENV, capture_output=True)
-    quiet, chaos = json.loads((tmp_path / "out.json").read_text())["rows"]
+    quiet, chaos = benchmark("chaos", tmp_path / "out.json")
     assert (chaos["servers_killed"], chaos["trainers_killed"]) == (5, 3)
     assert chaos["groups_trained"] == 40 * 64
     assert chaos["groups_lost"] == chaos["groups_twice"] == 0
-    assert (
-        abs(chaos["accuracy"] - quiet["accuracy"]) <= 0.08
-    )  # three standard deviations, of two times 512 problems
+    # Three standard deviations, of two times 512 problems.
+    assert abs(chaos["accuracy"] - quiet["accuracy"]) <= 0.08
     assert quiet["bad_inputs_refused"] == quiet["bad_inputs_tried"] > 30

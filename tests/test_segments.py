@@ -35,11 +35,12 @@ def device():
 def turns(g, c):
     """The sampled turns of a rollout, and what its environment said between them: all tokens are different ones."""
     start = 10 + 40 * g + 13 * c
-    return [
-        [start, start + 1, start + 2],
-        [start + 5, start + 6, start + 7, start + 8],
-        [start + 11],
-    ], [[3, 4], [3]]
+    first, second = range(start, start + 3), range(start + 5, start + 9)
+    return [[*first], [*second], [start + 11]], [[3, 4], [3]]
+
+
+def prompt_of(g):
+    return [5, 6, 7 + g, 8, 9][: 5 - g]
 
 
 def completion(ids, reason="stop", version=0, **fields):
@@ -56,28 +57,26 @@ def make_groups(kind):
     """Two groups of three rollouts of three turns: joined; as segments that go on; or with the first turn rewritten."""
     groups = []
     for g, advantages in enumerate(ADVANTAGES):
-        prompt = Prompt(g, [5, 6, 7 + g, 8, 9][: 5 - g], "", {})
-        rollouts = []
+        prompt = Prompt(g, prompt_of(g), "", {})
+        rollouts: list = []
         for c in range(3):
             (first, second, third), (one, two) = turns(g, c)
             reason = "length" if (g, c) == (0, 1) else "stop"
-            if kind == "joined":
-                rollouts.append(
-                    completion(first)
-                    .then(one, completion(second))
-                    .then(two, completion(third, reason)),
-                )
-                continue
             kept = first[-1:] if kind == "rewritten" else first
             history = [*prompt.token_ids, *kept, *one]
-            segments = [
-                completion(first),
-                completion(second, prompt_ids=history),
-                completion(third, reason, prompt_ids=[*history, *second, *two]),
-            ]
-            rollouts.append(segments)
+            begin, go_on, end = completion(first), completion(second), completion(third, reason)
+            if kind == "joined":
+                rollouts.append(begin.then(one, go_on).then(two, end))
+            else:
+                go_on = dataclasses.replace(go_on, prompt_ids=history)
+                end = dataclasses.replace(end, prompt_ids=[*history, *second, *two])
+                rollouts.append([begin, go_on, end])
         groups.append(filled(prompt, rollouts, advantages=advantages))
     return groups
+
+
+OWN = Prompt(0, [5, 6], "", {})
+FORGETS = [completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)]
 
 
 def trained_difference(config, device, groups):
@@ -86,9 +85,8 @@ def trained_difference(config, device, groups):
     before = trainable(policy)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    train_batch(
-        policy, None, optimizer, schedule, Dealer(1, config).deal(groups, True)[0], config, device
-    )
+    (rows,) = Dealer(1, config).deal(groups, is_complete=True)
+    train_batch(policy, None, optimizer, schedule, rows, config, device)
     return {name: before[name] - weight for name, weight in trainable(policy).items()}
 
 
@@ -109,33 +107,25 @@ def test_turns_may_be_segments(models, device, fields):
 @pytest.mark.parametrize("max_tokens", [10_000, 30])
 def test_rewritten_histories(models, device, loss_type, max_tokens):
     """Against one plain row per segment, the loss written out: each sampled token once, the means over rollouts."""
-    config = make_config(
-        models["tied"], batch_size=2, loss_type=loss_type, max_tokens_per_gpu=max_tokens
-    )
+    fields = {"loss_type": loss_type, "max_tokens_per_gpu": max_tokens}
+    config = make_config(models["tied"], batch_size=2, **fields)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(config.model_id, dtype=torch.float32)
     total = torch.zeros(())
     for g, c in itertools.product(range(2), range(3)):
         (first, second, third), (one, two) = turns(g, c)
-        prompt = [5, 6, 7 + g, 8, 9][: 5 - g]
+        prompt = prompt_of(g)
         history = [*prompt, first[-1], *one]
         of_rollout = []
         for before, ids in ((prompt, first), (history, second), ([*history, *second, *two], third)):
-            logits = model(input_ids=torch.tensor([[*before, *ids]])).logits[
-                0, len(before) - 1 : -1
-            ]
-            of_rollout.append(logits.log_softmax(-1)[range(len(ids)), ids])
+            logits = model(input_ids=torch.tensor([[*before, *ids]])).logits[0]
+            logprobs = logits[len(before) - 1 : -1].log_softmax(-1)
+            of_rollout.append(logprobs[range(len(ids)), ids])
         loss = -ADVANTAGES[g][c] * torch.cat(of_rollout)
         total = total + (loss.mean() if loss_type == "grpo" else loss.sum())
-    (
-        total / {"grpo": 6, "dr_grpo": 6 * config.max_completion_len, "dapo": 6 * 8}[loss_type]
-    ).backward()
-    found = {
-        id(w): (name, w)
-        for name, w in reversed(model.state_dict(keep_vars=True).items())
-        if w.requires_grad
-    }
-    expected = {name: w.grad for name, w in found.values()}
+    normalizers = {"grpo": 6, "dr_grpo": 6 * config.max_completion_len, "dapo": 6 * 8}
+    (total / normalizers[loss_type]).backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
     assert_same(trained_difference(config, device, make_groups("rewritten")), expected)
 
 
@@ -151,9 +141,7 @@ def test_a_tree_costs_what_its_tokens_cost():
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_spreading_the_tail_over_ranks_cuts_no_rollout(share_prefix):
     """A loss may look at all of it; padded, its two segments take more positions than they have tokens."""
-    rollout = [completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)]
-    group = Group(Prompt(0, [5, 6], "", {}), advantages=[1.0])
-    group.fill([rollout])
+    group = filled(OWN, [FORGETS], advantages=[1.0])
     config = make_config("m", batch_size=1, share_prefix=share_prefix, loss_type="grpo")
     ranks = Dealer(2, config).deal([group], is_complete=True)
     rows = [row for rows in ranks for row in rows if row.mask.any()]
@@ -183,38 +171,42 @@ def test_versions_are_of_segments():
     assert metrics["staleness/max"] == 2
 
 
-@pytest.mark.parametrize(("fields", "looks_at_others"), [
-    ({}, False), ({"loss_type": "grpo"}, True), ({"importance_level": "sequence"}, True),
-    ({"off_policy_correction": "sequence"}, True), ({"off_policy_correction": "sequence_mask"}, True),
-    ({"off_policy_correction": "geometric"}, True), ({"off_policy_correction": "geometric_mask"}, True),
-    ({"off_policy_correction": "mask"}, False), ({"off_policy_correction": "truncate"}, False),
-    ({"loss_type": "dr_grpo"}, False), ({"loss_fn": "train.grpo_loss"}, True),
-], ids=str)  # fmt: skip
-def test_losses_that_look_at_a_whole_rollout(fields, looks_at_others):
+LOOKS_AT_OTHERS = [
+    {"loss_type": "grpo"},
+    {"importance_level": "sequence"},
+    {"off_policy_correction": "sequence"},
+    {"off_policy_correction": "sequence_mask"},
+    {"off_policy_correction": "geometric"},
+    {"off_policy_correction": "geometric_mask"},
+    {"loss_fn": "train.grpo_loss"},
+]
+LOOKS_AT_NONE = [
+    {},
+    {"off_policy_correction": "mask"},
+    {"off_policy_correction": "truncate"},
+    {"loss_type": "dr_grpo"},
+]
+
+
+@pytest.mark.parametrize("fields", [*LOOKS_AT_OTHERS, *LOOKS_AT_NONE], ids=str)
+def test_losses_that_look_at_a_whole_rollout(fields):
     """For these its segments stay in one row, padded or not, or it is refused."""
-    own = Prompt(0, [5, 6], "", {})
-    rollout = [completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)]
+    group = filled(OWN, [FORGETS])
     for share_prefix, size in ((True, 2 + 19 + 20 + 19 + 1), (False, 2 * 39 + 1)):
-        config = make_config("m", max_tokens_per_gpu=size - 1, share_prefix=share_prefix, **fields)
-        assert config.weighs_whole_completions == looks_at_others
-        with (
-            pytest.raises(ValueError, match=f"has {size} tokens")
-            if looks_at_others
-            else nullcontext()
-        ):
-            check_segments(filled(own, [rollout]), [], config)
-        check_segments(
-            filled(own, [rollout]), [], dataclasses.replace(config, max_tokens_per_gpu=size)
-        )
+        config = make_config("m", max_tokens_per_gpu=size, share_prefix=share_prefix, **fields)
+        check_segments(group, [], config)
+        config = dataclasses.replace(config, max_tokens_per_gpu=size - 1)
+        refused = pytest.raises(ValueError, match=f"has {size} tokens with its prompt: raise max_t")
+        with refused if fields in LOOKS_AT_OTHERS else nullcontext():
+            check_segments(group, [], config)
 
 
 def test_rollouts_are_completions_or_lists_of_segments():
-    """Rewards and logs see the last segment, with the info of all; and the last word of an environment."""
-    own = Prompt(0, [5, 6], "", {})
+    """Rewards and logs see the last segment, with the info of all; logs show only prompts of their own."""
     one, two, three = (
         completion([n], prompt_ids=[n, n], info={"a": n, str(n): n}) for n in (7, 8, 9)
     )
-    group = filled(own, [(one, two, three), three])
+    group = filled(OWN, [(one, two, three), three])
     assert [len(segments) for segments in group.segments] == [3, 1]
     assert [last.token_ids.tolist() for last in group.completions] == [[9], [9]]
     assert group.completions[0].info == {"a": 9, "7": 7, "8": 8, "9": 9}
@@ -222,13 +214,8 @@ def test_rollouts_are_completions_or_lists_of_segments():
     assert three.info == {"a": 9, "9": 9}
     assert group.num_sampled == [3, 1]
     assert group.num_tokens == 3 * 3 + 3
-
-
-def test_a_segment_of_the_groups_prompt_has_no_own():
-    """As a server gives it: in the logs only prompts that differ are shown."""
-    own = Prompt(0, [5, 6], "", {})
-    first, other = completion([7], prompt_ids=[5, 6]), completion([8], prompt_ids=[5, 7])
-    group = filled(own, [[first, other, completion([9])]])
+    as_served, other = completion([7], prompt_ids=[5, 6]), completion([8], prompt_ids=[5, 7])
+    group = filled(OWN, [[as_served, other, completion([9])]])
     group.texts, group.reward, group.rewards = ["x"], [0.0], torch.zeros(1, 1)
     (sample,) = batch_samples([group], make_config("m"), tokenizer=make_tokenizer())
     assert ["prompt" in part for part in sample["earlier"]] == [False, True]
@@ -251,32 +238,20 @@ def test_equal_prompts_with_images_stay_apart():
 
 
 def test_what_no_row_takes_is_refused():
-    own = Prompt(0, [5, 6], "", {})
-    rollout = [completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)]
-    check_segments(filled(own, [rollout]), [], make_config("m", max_tokens_per_gpu=40))
-    for fields, size in (
-        ({"max_tokens_per_gpu": 39}, 40),
-        ({"max_tokens_per_gpu": 60, "loss_type": "grpo"}, 61),
-    ):
-        with pytest.raises(
-            ValueError, match=f"a completion has {size} tokens with its prompt: raise max_tokens"
-        ):
-            check_segments(filled(own, [rollout]), [], make_config("m", **fields))
-    check_segments(
-        filled(own, [rollout]), [], make_config("m", max_tokens_per_gpu=61, loss_type="grpo")
-    )
+    config = make_config("m", max_tokens_per_gpu=40)
+    check_segments(filled(OWN, [FORGETS]), [], config)
+    with pytest.raises(ValueError, match="a completion has 40 tokens with its prompt: raise max_t"):
+        check_segments(
+            filled(OWN, [FORGETS]), [], dataclasses.replace(config, max_tokens_per_gpu=39)
+        )
     with pytest.raises(ValueError, match="a placeholder of an image"):
-        check_segments(filled(own, [rollout]), [9], make_config("m"))
-    sees = dataclasses.replace(own, images=Images([5], 1, [], {}))
-    check_segments(
-        filled(sees, [[completion([7], prompt_ids=[5, 6, 8])]]),
-        [5],
-        make_config("m"),
-    )
-    with pytest.raises(ValueError, match="a rollout without a completion"):
-        filled(own, [[]])
+        check_segments(filled(OWN, [FORGETS]), [9], config)
+    sees = dataclasses.replace(OWN, images=Images([5], 1, [], {}))
+    check_segments(filled(sees, [[completion([7], prompt_ids=[5, 6, 8])]]), [5], config)
     with pytest.raises(ValueError, match="does not begin with the group's, which has images"):
-        check_segments(filled(sees, [rollout]), [5], make_config("m"))
+        check_segments(filled(sees, [FORGETS]), [5], config)
+    with pytest.raises(ValueError, match="a rollout without a completion"):
+        filled(OWN, [[]])
 
 
 def forgets(server, prompt, sampling):
@@ -291,15 +266,16 @@ def forgets(server, prompt, sampling):
 
 
 def test_a_run_and_its_replay(models, recipe, tmp_path):
-    """What servers were asked is what was trained; saved rollouts give the same weights again."""
+    """What was asked is what was trained, staleness apart from numerics; what was saved gives the same weights."""
     with fake_server(models["untied"], answer_in(0.0)) as server:
         words = [recipe(server), "--rollout_fn", "test_segments.forgets", "--max_staleness", "1"]
         main(parse_args([*words, "--parts", "recipes.replay.save"]))
     metrics = read(tmp_path, "metrics")
     assert [row["step"] for row in metrics] == [1, 2, 3]
-    assert (
-        max(row["sampling/current_logp_difference"] or 0.0 for row in metrics) < 1e-3
-    )  # each below its own history
+    gaps = [row["sampling/current_logp_difference"] or 0.0 for row in metrics]
+    stale_gaps = [row["sampling/stale_logp_difference"] or 0.0 for row in metrics]
+    assert max(gaps) < 1e-4 < 1e-3 < max(stale_gaps)  # each token below its own history
+    assert any(row["sampling/current_share"] < 1 for row in metrics)
     assert all("kept" in row["info"] for row in read(tmp_path, "completions"))
     again = tmp_path / "again" / "run"
     run = tmp_path / "run"
@@ -307,7 +283,6 @@ def test_a_run_and_its_replay(models, recipe, tmp_path):
     assert_identical(weights(run), weights(again))
     words += ["--max_tokens_per_gpu", "15", "--max_completion_len", "5"]
     words += ["--output_dir", str(tmp_path / "short" / "run")]
-    with pytest.raises(
-        UserError, match="replay: dataset row .*: a completion has .* raise max_tokens_per_gpu"
-    ):
+    message = "replay: dataset row .*: a completion has .* raise max_tokens_per_gpu"
+    with pytest.raises(UserError, match=message):
         main(replaying(parse_args(words), run))

@@ -28,6 +28,7 @@ class Engine(SimpleNamespace):
         defaults: dict[str, Any] = {"output_kind": FINAL, "detokenize": False, "logprobs": 0}
         sampling = SamplingParams(**(defaults | params))
         self.scheduler.requests[name] = SimpleNamespace(sampling_params=sampling, is_new=True)
+        return self
 
     def step(self, *outputs, stats=None, **said):
         """One step of (name, tokens, end); a log-prob is minus a tenth of its token, a rank the token and one."""
@@ -69,16 +70,17 @@ def expected(tokens, version="0"):
 
 
 def test_tokens_wait_for_the_end():
-    """They come with the last, and with what vLLM says of the prompt at the first."""
-    engine = Engine()
-    engine.add("a")
-    engine.add("text", detokenize=True)
-    for token in range(1, 6):
-        end = FinishReason.STOP if token == 5 else None
-        engine.step(("a", [token], end), ("text", [10 * token], None))
+    """They come with the last, and with what vLLM says of the prompt at the first; no step before is a message."""
+    engine = Engine().add("a")
+    for token in (1, 2, 3):
+        engine.step(("a", [token], None))
+    assert not engine.sent
+    stats: Any = SimpleNamespace()
+    engine.step(("a", [4], None), stats=stats)
+    assert [message.scheduler_stats for _, message in engine.sent] == [stats]
+    engine.step(("a", [5], FinishReason.STOP))
     assert engine.received("a") == (expected([1, 2, 3, 4, 5]), 1)
     assert engine.sent[-1][1].outputs[0].prefill_stats == "of a"
-    assert engine.received("text") == (expected([10, 20, 30, 40, 50]), 5)
     assert not engine.kept
 
 
@@ -86,66 +88,40 @@ def test_tokens_wait_for_the_end():
     "params", [{"output_kind": DELTA}, {"detokenize": True}, {"logprobs": 2}, {"logprobs": None}]
 )
 def test_tokens_that_somebody_waits_for(params):
-    engine = Engine()
-    engine.add("a", **params)
+    engine = Engine().add("a", **params).add("whole")
     for token in (1, 2, 3):
-        engine.step(("a", [token], None))
+        engine.step(("a", [token], None), ("whole", [token], None))
     assert engine.received("a") == (expected([1, 2, 3]), 3)
+    assert engine.received("whole") == ([], 0)
 
 
 def test_an_update_sends_what_the_old_weights_sampled():
-    engine = Engine()
-    for name in ("a", "b"):
-        engine.add(name)
+    engine = Engine().add("a").add("b")
     for token in (1, 2, 3):
         engine.step(("a", [token], None), ("b", [token + 10], None))
     whole._send_and_set(engine, "1")
     assert engine._weight_version == "1"
     whole._send_and_set(engine, "2")  # with nothing in between
-    engine.step(("a", [4, 5], None), ("b", [14], FinishReason.LENGTH))  # a step may have two tokens
-    engine.step(("a", [6], FinishReason.STOP))
+    engine.step(("a", [4, 5], None), ("b", [14], None))  # a step may have two tokens
+    engine.step(("a", [6], FinishReason.STOP), ("b", [], FinishReason.LENGTH))  # or none
     assert engine.received("a")[0] == expected([1, 2, 3]) + expected([4, 5, 6], "2")
     assert engine.received("b")[0] == expected([11, 12, 13]) + expected([14], "2")
 
 
-def test_an_end_without_a_token():
-    engine = Engine()
-    engine.add("a")
-    for token in (1, 2):
-        engine.step(("a", [token], None))
-    engine.step(("a", [], FinishReason.LENGTH))
-    assert engine.received("a")[0] == expected([1, 2])
-
-
 def test_what_was_aborted_is_forgotten():
-    engine = Engine()
-    for name in ("a", "b"):
-        engine.add(name)
-    for token in (1, 2):
-        engine.step(("a", [token], None), ("b", [token], None))
+    engine = Engine().add("a").add("b")
+    engine.step(("a", [1], None), ("b", [1], None))
     del engine.scheduler.requests["a"]  # as an abort does, without an output
-    engine.step(("b", [3], None))
+    engine.step(("b", [2], None))
     assert set(engine.kept) == {"b"}
-    engine.step(("b", [4], FinishReason.STOP))
-    assert engine.received("b") == (expected([1, 2, 3, 4]), 1)
-
-
-def test_a_step_that_sends_nothing_is_no_message():
-    engine = Engine()
-    engine.add("a")
-    engine.step(("a", [1], None))
-    engine.step(("a", [2], None))
-    assert not engine.sent
-    stats: Any = SimpleNamespace()
-    engine.step(("a", [3], None), stats=stats)
-    assert [message.scheduler_stats for _, message in engine.sent] == [stats]
+    engine.step(("b", [3], FinishReason.STOP))
+    assert engine.received("b") == (expected([1, 2, 3]), 1)
 
 
 @pytest.mark.parametrize("said", [{"events": ["QUEUED"]}, {"new_prompt_logprobs_tensors": "x"}])
 def test_what_is_no_token_goes_at_once(said):
     """With the tokens before it, in their order."""
-    engine = Engine()
-    engine.add("a")
+    engine = Engine().add("a")
     engine.step(("a", [1], None), **said)
     assert engine.received("a") == (expected([1]), 1)
     engine.step(("a", [2], None))

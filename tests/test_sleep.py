@@ -7,13 +7,12 @@ others' data would lie where they were.
 import concurrent.futures
 import time
 from contextlib import closing, contextmanager
-from typing import Any
 
 import pytest
 import torch
 from fake_server import FakeServer, fake_server
 from forked import Forked, serve
-from helpers import answer_in, read
+from helpers import answer_in, printed_until, wait_until
 from msgspec.structs import replace
 from safetensors.torch import load_file
 from test_adapters import LORA, lora_config
@@ -92,44 +91,28 @@ def check_a_nap(rollouts, policy, config, device):
 
 
 @pytest.mark.server
-def test_an_update_wakes_a_server(models, tmp_path):
-    """Every weight comes anew; and a trainer that died while it slept leaves it usable."""
-    with sleeper(models["untied"], tmp_path / "log") as url:
-        config = make_config(models["untied"], url, max_staleness=0)
-        with process_group(120) as device:
-            with connected(config, device) as (rollouts, policy):
-                check_a_nap(rollouts, policy, config, device)
-                rollouts.pool.fall_asleep()
-            with connected(config, device) as (rollouts, policy):
-                check_a_nap(rollouts, policy, config, device)
+@pytest.mark.parametrize(("options", "make"), [((), make_config), (LORA, lora_config)])
+def test_an_update_wakes_a_server(models, tmp_path, options, make):
+    """Asleep it samples nothing; every weight comes anew, but for a base below adapters, which is kept.
 
-
-@pytest.mark.server
-@pytest.mark.parametrize("options", [(), LORA])
-def test_an_update_of_one_that_is_awake(models, tmp_path, options):
-    """It pauses as any: no token is sampled under new weights and the old version."""
-    make = lora_config if options else make_config
+    A trainer that died while it slept leaves it usable, and awake it takes updates as any server.
+    """
     with sleeper(models["untied"], tmp_path / "log", *options) as url:
         config = make(models["untied"], url, max_staleness=0, max_completion_len=100)
+        with process_group(120) as device:
+            for _ in range(2):
+                with connected(config, device) as (rollouts, policy):
+                    check_a_nap(rollouts, policy, config, device)
+                    rollouts.pool.fall_asleep()
         check_an_update_in_flight(config)
-
-
-@pytest.mark.server
-def test_a_base_below_adapters_is_kept(models, tmp_path):
-    """No update would bring it."""
-    with sleeper(models["untied"], tmp_path / "log", *LORA) as url, process_group(120) as device:
-        config = lora_config(models["untied"], url, max_staleness=0)
-        with connected(config, device) as (rollouts, policy):
-            check_a_nap(rollouts, policy, config, device)
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, monkeypatch, num_servers):
     """Once a step, after all samples and before the update; and learns the same, to the bit."""
-    weights: list[Any] = []
-    taken: list[bool] = []  # whether a batch was complete, at each `take`
-    released: list[str] = []  # the last request before memory is released
-    fakes: list[Any] = []
+    weights = []
+    taken = []  # whether a batch was complete, at each `take`
+    released = []  # the last request before memory is released
     take = Rollouts.take
 
     def taking(self, num_tokens, deal):
@@ -138,91 +121,87 @@ def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, monkeypatch, num
         return rows, is_complete
 
     monkeypatch.setattr(Rollouts, "take", taking)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(fakes[-1].log[-1][0]))
     for can_sleep in (False, True):
         answers = [answer_in(0.01) for _ in range(num_servers)]
+        folder = tmp_path / f"run-{can_sleep}"
+        words = ["--max_steps", "3", "--max_staleness", "0", "--output_dir", str(folder)]
+        words += ["--max_tokens_per_gpu", "64"]
         with (
             fake_server(models["untied"], answers[0], can_sleep=can_sleep) as one,
             fake_server(models["untied"], answers[-1], can_sleep=can_sleep) as two,
         ):
-            fakes.append(one)
-            path = recipe(*[one, two][:num_servers])
-            folder = tmp_path / f"run-{can_sleep}"
-            words = ["--max_steps", "3", "--max_staleness", "0", "--output_dir", str(folder)]
-            words += ["--max_tokens_per_gpu", "64"]
+            log = one.log
+            note = lambda log=log: released.append(log[-1][0])
+            monkeypatch.setattr(torch.cuda, "empty_cache", note)
             taken.clear()
-            main(parse_args([path, *words]))
-            calls = [name for name, _ in one.log if name in ("/sample", "/sleep", "/update")]
-            assert one.naps == [2] * 3 * can_sleep
-            assert (taken == [True] * 3) == can_sleep  # else training begins earlier
-            # At the start, and before each update.
-            assert released == ["/connect", *["/sleep"] * 3] * can_sleep
+            main(parse_args([recipe(*[one, two][:num_servers]), *words]))
         weights.append(load_file(folder / "checkpoint-3" / "model.safetensors"))
-        if can_sleep:
-            others = [name for name in calls if name != "/sample"]
-            assert others == ["/update", *["/sleep", "/update"] * 3]
-            assert all(
-                calls[at - 1] == "/sample" for at, name in enumerate(calls) if name == "/sleep"
-            )
-        else:
-            assert "/sleep" not in calls
+        assert one.naps == [2] * 3 * can_sleep
+        assert (taken == [True] * 3) == can_sleep  # else training begins earlier
+        # At the start, and before each update.
+        assert released == ["/connect", *["/sleep"] * 3] * can_sleep
+        calls = [name for name, _ in log if name in ("/sample", "/sleep", "/update")]
+        before_naps = [calls[at - 1] for at, name in enumerate(calls) if name == "/sleep"]
+        assert before_naps == ["/sample"] * 3 * can_sleep
+    others = [name for name in calls if name != "/sample"]
+    assert others == ["/update", *["/sleep", "/update"] * 3]
+    assert weights[0].keys() == weights[1].keys()
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
 
 
-def test_a_server_that_does_not_fall_asleep_is_left_out(
-    models, recipe, tmp_path, capsys, monkeypatch
-):
+def test_a_server_that_does_not_fall_asleep_is_left_out(models, recipe, capsys, monkeypatch):
     """It is not taken back, which would wake it, while the trainer trains; and is asked again to sleep."""
     monkeypatch.setattr(servers, "PROBE_S", 0.05)
-    training: list[float] = []
+    training = []
     step = train.optimizer_step
 
     def slow_step(*arguments):
-        training.append(time.monotonic())
+        begun_s = time.monotonic()
         time.sleep(1)
-        training.append(time.monotonic())
+        training.append((begun_s, time.monotonic()))
         return step(*arguments)
+
+    def ill(asked):
+        if asked == "/sleep" and "1" in two.versions and len(training) < 3:
+            raise ConnectionError("out of order")
 
     monkeypatch.setattr(train, "optimizer_step", slow_step)
     with (
         fake_server(models["untied"], answer_in(0.01), can_sleep=True) as one,
         fake_server(models["untied"], answer_in(0.01), can_sleep=True) as two,
     ):
-
-        def ill(asked):
-            if asked == "/sleep" and "1" in two.versions and len(training) < 6:
-                raise ConnectionError("out of order")
-
         two.fault = ill
         main(parse_args([recipe(one, two), "--max_steps", "5", "--max_staleness", "0"]))
-        woken = [at for name, at in two.log if name == "/connect"]
+    woken = [at for name, at in two.log if name == "/connect"]
     assert "5" in one.versions
     assert len(woken) > 1  # it came back
-    for begun, ended in zip(training[::2], training[1::2], strict=True):
-        assert not [at for at in woken if begun < at < ended]
+    assert not [at for at in woken for begun_s, ended_s in training if begun_s < at < ended_s]
     assert f"{two.url} is left out" in capsys.readouterr().out
-    assert len(read(tmp_path, "completions")) == 5 * 6 * 4
+
+
+SLEEPS = "sleeps while this trains: set max_staleness=0, or no --enable-sleep-mode"
 
 
 def test_rollouts_ahead_are_refused(models, recipe):
     """They would be sampled while it sleeps."""
     with (
         fake_server(models["untied"], answer_in(0.01), can_sleep=True) as one,
-        pytest.raises(
-            ServerError,
-            match="sleeps while this trains: set max_staleness=0, or no --enable-sleep-mode",
-        ),
+        pytest.raises(ServerError, match=SLEEPS),
     ):
         main(parse_args([recipe(one), "--max_staleness", "1"]))
+
+
+ROPE = "takes long texts, and so all by other rope factors than the trainer: "
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ({"can_sleep": True}, "sleeps while this trains: set max_staleness=0, or no"),
+        ({"can_sleep": True}, SLEEPS),
         ({"lora_rank": 8}, "differs from others in --enable-lora: give it to all"),
         ({"max_model_len": 64}, "takes fewer tokens than others: give it --max-model-len 128"),
+        ({"max_model_len": 256}, ROPE + "give it --max-model-len 128"),
         ({"names": ["/another"]}, "serves /another: restart it with --model "),
     ],
 )
@@ -232,21 +211,15 @@ def test_servers_that_join_a_run(models, capsys, monkeypatch, kind, message):
     theirs = FakeServer.about
     with fake_server(models["untied"], answer_in(0.01)) as fake:
         config = make_config(models["untied"], fake.url, max_staleness=1)
-        with closing(ServerPool(config)) as pool:
-            pool.wait_until_ready()
+        with closing(ServerPool(config, rope_limit=128)) as pool:
+            assert pool.wait_until_ready() == 128
             pool.connect(torch.device("cpu"))
             for server in pool.update_weights([], 0):
                 pool.admit(server)
             monkeypatch.setattr(FakeServer, "about", lambda self: replace(theirs(self), **kind))
             pool.lose(pool.servers[0], "it was ended")
-            said = ""
-            deadline_s = time.monotonic() + 20
-            while "stays left out" not in said and time.monotonic() < deadline_s:
-                time.sleep(0.02)
-                said += capsys.readouterr().out
-            assert f"{fake.url} answers again, but stays left out: {fake.url} {message}" in said
+            printed = printed_until(capsys, "stays left out")
+            assert f"{fake.url} answers again, but stays left out: {fake.url} {message}" in printed
             assert not pool.returned
             monkeypatch.setattr(FakeServer, "about", theirs)  # as it was told to
-            while not pool.returned:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.02)
+            wait_until(lambda: pool.returned)

@@ -4,22 +4,22 @@ import base64
 import fcntl
 import io
 import json
+import math
 import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
 import time
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import plot
 import pytest
 import show
-from helpers import ENV, ROOT, table
+from helpers import ROOT, table
 from PIL import Image
 
 from config import TrainConfig
@@ -28,52 +28,48 @@ from rollouts.images import Images
 from training.logs import RunLog, Terminal
 from utils import process_group
 
-LOGGED = """
-import sys
-sys.path[:0] = [{root!r}]
-from config import TrainConfig
-from training.logs import RunLog
-from utils import process_group
-config = TrainConfig(model_id="m", dataset_id="d.jsonl", reward_funcs=[len], output_dir={folder!r})
-with process_group(60):
-    log = RunLog(config, 4)
-    log.step(0, {{"eval/reward": 0.25}})
-    pace = {{"time/step_s": 2.0, "tokens_per_s/trained": 12345.0, "idle/trainer": 0.03, "idle/servers": 0.4}}
-    for step in (1, 2):
-        log.step(step, {{"reward": 0.5, "loss": -0.125, **pace}})
-    log.close()
-"""
-LINE = "00:04 left · 12.3k tok/s · idle: trainer 3%, servers 40%"
+PACE = {"tokens_per_s/trained": 12345.0, "idle/trainer": 0.03, "idle/servers": 0.4}
+TIMES = {"time/step_s": 1.0, "time/train_s": 1.0, "time/wait_s": 0.0, **PACE}
 
 
-@pytest.mark.slow
-def test_the_live_line(tmp_path):
-    """On a terminal it stands under the others; in a file every step's line says the same."""
-    code = LOGGED.format(root=str(ROOT), folder=str(tmp_path))
+def config_of(folder, **fields):
+    fields = {"reward_funcs": [len], "output_dir": str(folder), **fields}
+    return TrainConfig(model_id="m", dataset_id="d.jsonl", **fields)
+
+
+@contextmanager
+def logging(folder, num_steps=4, start=None, **fields):
+    """The log of a run."""
+    with process_group(60):
+        log = RunLog(config_of(folder, **fields), num_steps, *([start] if start else []))
+        yield log
+        log.close()
+
+
+def jsonl(path):
+    """The objects of a file of lines, which have no constants that JSON has not."""
+    lines = path.read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+LINE = "12.3k tok/s · idle: trainer 3%, servers 40%"
+
+
+def test_the_live_line(tmp_path, monkeypatch):
+    """On a terminal it stands under the others."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 160, 0, 0))  # rows and columns
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=ENV)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            shown += os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-    assert process.wait(60) == 0
-    assert re.search(
-        rf"\r *step 2/4 · reward 0\.5 · eval 0\.25 · {re.escape(LINE)}", shown.decode()
-    ), shown
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENV
-    )
-    lines = done.stdout.splitlines()
-    assert lines[0] == "step 0/4 · eval/reward 0.25"
-    # At the first step servers may have sampled all that they may, before its clocks started.
-    assert (
-        lines[1] == "step 1/4 · reward 0.5 · loss -0.125 · time/step_s 2 · 00:06 left · 12.3k tok/s"
-    )
-    assert lines[2] == f"step 2/4 · reward 0.5 · loss -0.125 · time/step_s 2 · {LINE}"
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with logging(tmp_path) as log:
+            log.step(0, {"eval/reward": 0.25})
+            for step in (1, 2):
+                log.step(step, {"reward": 0.5, "time/step_s": 2.0, **PACE})
+        terminal.flush()
+        shown = os.read(ours, 65536).decode()
+    live = rf"\r *step 2/4 · reward 0\.5 · eval 0\.25 · 00:04 left · {re.escape(LINE)}"
+    assert re.search(live, shown), shown
 
 
 def written(capsys, folder):
@@ -83,24 +79,23 @@ def written(capsys, folder):
     return lines
 
 
+def warnings(capsys, folder):
+    return [line for line in written(capsys, folder) if not line.startswith("step ")]
+
+
 def test_how_long_yet(tmp_path, capsys):
     """By hand, from steps and their evaluations: the last 50, and nothing of what comes before the first step."""
-    config = TrainConfig(
-        model_id="m", dataset_id="d.jsonl", reward_funcs=[len], output_dir=str(tmp_path)
-    )
-    pace = {"tokens_per_s/trained": 1.0, "idle/trainer": 0.0, "idle/servers": 0.0}
-    with process_group(60):
-        log = RunLog(config, 100, {"step": 2, "run_id": "a"})
+    with logging(tmp_path, 100, {"step": 2, "run_id": "a"}) as log:
         log.step(2, {"time/eval_s": 1000.0})
-        log.step(3, {"time/step_s": 9.0, "time/eval_s": 3.0, **pace})
+        log.step(3, {"time/step_s": 9.0, "time/eval_s": 3.0, **PACE})
         for step in range(4, 54):
-            log.step(step, {"time/step_s": 2.0, **pace})
-        log.close()
+            log.step(step, {"time/step_s": 2.0, **PACE})
     lines = written(capsys, tmp_path)
     assert lines[0] == "step 2/100"
-    assert "step 3/100 · time/step_s 9 · 19:24 left" in lines[1]  # 97 steps of 12 s
-    assert "step 4/100 · time/step_s 2 · 11:12 left" in lines[2]  # 96 of 7 s
-    assert "step 53/100 · time/step_s 2 · 01:34 left" in lines[-1]  # 47 of 2 s
+    # 97 steps of 12 s; before the clocks of the first, servers may have sampled all that they may.
+    assert lines[1] == "step 3/100 · time/step_s 9 · 19:24 left · 12.3k tok/s"
+    assert lines[2] == f"step 4/100 · time/step_s 2 · 11:12 left · {LINE}"  # 96 of 7 s
+    assert lines[-1] == f"step 53/100 · time/step_s 2 · 01:34 left · {LINE}"  # 47 of 2 s
 
 
 def scored(rewards, cut=0):
@@ -113,38 +108,38 @@ def scored(rewards, cut=0):
     )  # fmt: skip
 
 
+READ = "read them with `python scripts/show.py {}`"
+EQUAL = (
+    "warning: no advantages, as every prompt's completions have the same reward (mean {}): " + READ
+)
+CUT = (
+    "warning: max_completion_len=512 cuts {} of completions: raise it, or see why the model does "
+    "not end its answers (EOS, chat template)"
+)
+TWENTY = [0.0, 1.0] * 10
+
+
 @pytest.mark.parametrize(
-    ("groups", "fields", "warned"),
+    ("groups", "num_cut", "fields", "warning"),
     [
-        ([[0.0, 0.0], [0.0, 0.0]], {}, ["0"]),
-        ([[0.25, 0.25], [0.75, 0.75]], {}, ["0.5"]),
-        ([[0.25, 0.25], [0.5, 0.75]], {}, []),
-        ([[0.25, 0.25], [0.75, 0.75]], {"advantage_fn": lambda rewards, _: rewards}, []),
-        (
-            [[0.0, 0.0], [0.0, 0.0]],
-            {"loss_fn": "os.path.exists"},
-            [],
-        ),  # as in distillation, which asks no reward
-        ([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]], {}, []),
+        ([[0.0, 0.0], [0.0, 0.0]], 0, {}, EQUAL.format("0", "{}")),
+        ([[0.25, 0.25], [0.75, 0.75]], 0, {}, EQUAL.format("0.5", "{}")),
+        ([[0.25, 0.25], [0.5, 0.75]], 0, {}, None),
+        ([[0.25, 0.25], [0.75, 0.75]], 0, {"advantage_fn": lambda rewards, _: rewards}, None),
+        ([[0.0, 0.0], [0.0, 0.0]], 0, {"loss_fn": "os.path.exists"}, None),  # which asks no reward
+        ([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]], 0, {}, None),
+        ([TWENTY], 20, {}, CUT.format("100%")),
+        ([TWENTY], 19, {}, CUT.format("95%")),
+        ([TWENTY], 18, {}, None),
     ],
 )
-def test_a_first_batch_without_advantages(tmp_path, capsys, groups, fields, warned):
-    """It is told of once, before its step's line; a later one is not."""
-    config = TrainConfig(
-        model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), **fields
-    )
-    times = {"time/step_s": 1.0, "time/train_s": 1.0, "time/wait_s": 0.0}
-    times |= {"tokens_per_s/trained": 1.0, "idle/trainer": 0.0, "idle/servers": 0.0}
-    with process_group(60):
-        log = RunLog(config, 4)
+def test_batches_that_teach_little(tmp_path, capsys, groups, num_cut, fields, warning):
+    """It is told of once: a first batch without advantages, and any that is cut."""
+    with logging(tmp_path, **fields) as log:
         for step in (1, 2):
-            log.step(step, times, Batch([scored(rewards) for rewards in groups]))
-        log.close()
-    start = "warning: no advantages, as every prompt's completions have the same reward"
-    read = f"read them with `python scripts/show.py {tmp_path}`"
-    expected = [f"{start} (mean {value}): {read}" for value in warned]
-    lines = written(capsys, tmp_path)
-    assert [line for line in lines if not line.startswith("step ")] == expected
+            log.step(step, TIMES, Batch([scored(rewards, num_cut) for rewards in groups]))
+    expected = [warning.replace("{}", str(tmp_path))] if warning else []
+    assert warnings(capsys, tmp_path) == expected
 
 
 def test_images_of_logged_prompts(tmp_path):
@@ -156,15 +151,10 @@ def test_images_of_logged_prompts(tmp_path):
         urls.append(f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}")
     group = scored([0.0, 1.0])
     group.prompt = replace(group.prompt, images=Images([5], 1, [*urls, urls[0]], {}))
-    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path))
-    times = {"time/train_s": 1.0, "time/wait_s": 0.0}
-    with process_group(60):
-        log = RunLog(config, 4)
-        log.step(1, times, Batch([group]))
-        log.step(2, times, Batch([scored([0.0, 1.0])]))
-        log.close()
-    lines = (tmp_path / "completions.jsonl").read_text().splitlines()
-    with_images, *_, without = map(json.loads, lines)
+    with logging(tmp_path) as log:
+        log.step(1, TIMES, Batch([group]))
+        log.step(2, TIMES, Batch([scored([0.0, 1.0])]))
+    with_images, *_, without = jsonl(tmp_path / "completions.jsonl")
     names = with_images["images"]
     assert names == [names[0], names[1], names[0]]
     assert "images" not in without
@@ -175,60 +165,45 @@ def test_images_of_logged_prompts(tmp_path):
         assert image.getpixel((9, 9)) == pixel
 
 
-@pytest.mark.parametrize(("num_cut", "warned"), [(20, ["100%"]), (19, ["95%"]), (18, [])])
-def test_a_batch_that_is_cut(tmp_path, capsys, num_cut, warned):
-    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path))
-    with process_group(60):
-        log = RunLog(config, 4)
-        for step, cut in enumerate([0, num_cut, num_cut], 1):  # it is told of once
-            times = {"time/train_s": 1.0, "time/wait_s": 0.0}
-            log.step(step, times, Batch([scored([0.0, 1.0] * 10, cut)]))
-        log.close()
-    cure = "raise it, or see why the model does not end its answers (EOS, chat template)"
-    expected = [
-        f"warning: max_completion_len=512 cuts {share} of completions: {cure}" for share in warned
-    ]
-    lines = written(capsys, tmp_path)
-    assert [line for line in lines if not line.startswith("step ")] == expected
+SETS: dict[str, float] = {}
+for head, reward in {"eval": 0.5, "eval/easy": 0.75, "eval/hard": 0.125}.items():
+    SETS |= {f"{head}/reward": reward, f"{head}/rewards/len": reward}
+    SETS |= {f"{head}/accuracy": reward / 2, f"{head}/pass@2": 0.9, f"{head}/pass@4": 1.0}
+FAILED = {
+    "loss/mine": 2.0, "loss": 0.5, "groups/dropped_failed": 3.0, "rollouts_failed": 0.0,
+    "rewards_failed": 2.0, "rewards/len": 0.75, "rewards/abs": 0.0, "reward": 0.375,
+}  # fmt: skip
+EVALUATED: dict[str, Any] = {
+    "eval_dataset_id": {"easy": "x.jsonl", "hard": "y.jsonl"}, "eval_generations": 4, "eval_temperature": 1.0,
+}  # fmt: skip
 
 
-def test_held_out_sets_in_a_line(tmp_path, capsys):
-    """All sets together first, then the accuracy and the reward of each."""
-    sets: Any = {"easy": "x.jsonl", "hard": "y.jsonl"}
-    config = TrainConfig(
-        model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), eval_dataset_id=sets,
-        eval_generations=4, eval_temperature=1.0,
-    )  # fmt: skip
-    metrics: dict[str, float] = {}
-    for head, reward in {"eval": 0.5, "eval/easy": 0.75, "eval/hard": 0.125}.items():
-        metrics |= {f"{head}/reward": reward, f"{head}/rewards/len": reward}
-        metrics |= {f"{head}/accuracy": reward / 2, f"{head}/pass@2": 0.9, f"{head}/pass@4": 1.0}
-    with process_group(60):
-        log = RunLog(config, 4)
-        log.step(0, metrics)
-        log.close()
-    assert written(capsys, tmp_path) == [
-        "step 0/4 · eval/accuracy 0.25 · eval/reward 0.5 · eval/pass@2 0.9 · eval/pass@4 1"
-        " · eval/easy/accuracy 0.375 · eval/hard/accuracy 0.0625"
-        " · eval/easy/reward 0.75 · eval/hard/reward 0.125"
-    ]
-
-
-def test_rewards_and_failures_in_a_line(tmp_path, capsys):
-    """Of a single function the reward says it all; calls that failed are there once there are some."""
-    metrics = {"loss/mine": 2.0, "loss": 0.5, "groups/dropped_failed": 3.0, "rollouts_failed": 0.0}
-    metrics |= {"rewards_failed": 2.0, "rewards/len": 0.75, "rewards/abs": 0.0, "reward": 0.375}
-    expected = {
-        "step 1/4 · reward 0.375 · rewards_failed 2 · loss 0.5 · loss/mine 2": [len],
-        "step 1/4 · reward 0.375 · rewards/len 0.75 · rewards/abs 0 · rewards_failed 2 · loss 0.5"
-        " · loss/mine 2": [len, abs],
-    }
-    for line, functions in expected.items():
-        fields: Any = {"reward_funcs": functions, "output_dir": str(tmp_path)}
-        terminal = Terminal(4, TrainConfig(model_id="m", dataset_id="d", **fields))
-        terminal.show(1, metrics)
-        terminal.close()
-        assert written(capsys, tmp_path) == [line]
+@pytest.mark.parametrize(
+    ("fields", "metrics", "line"),
+    [
+        # All sets together first, then the accuracy and the reward of each.
+        (
+            EVALUATED,
+            SETS,
+            "eval/accuracy 0.25 · eval/reward 0.5 · eval/pass@2 0.9 · eval/pass@4 1"
+            " · eval/easy/accuracy 0.375 · eval/hard/accuracy 0.0625"
+            " · eval/easy/reward 0.75 · eval/hard/reward 0.125",
+        ),
+        # Of a single function the reward says it all; calls that failed are there once there are some.
+        ({}, FAILED, "reward 0.375 · rewards_failed 2 · loss 0.5 · loss/mine 2"),
+        (
+            {"reward_funcs": [len, abs]},
+            FAILED,
+            "reward 0.375 · rewards/len 0.75 · rewards/abs 0 · rewards_failed 2 · loss 0.5"
+            " · loss/mine 2",
+        ),
+    ],
+)
+def test_what_a_line_says(tmp_path, capsys, fields, metrics, line):
+    terminal = Terminal(4, config_of(tmp_path, **fields))
+    terminal.show(1, metrics)
+    terminal.close()
+    assert written(capsys, tmp_path) == [f"step 1/4 · {line}"]
 
 
 def run(folder, name, shift=0.0):
@@ -236,112 +211,82 @@ def run(folder, name, shift=0.0):
     (folder / name).mkdir()
     rows: list[dict[str, Any]] = [{"step": 0, "eval/reward": 0.1, "eval/accuracy": 0.1}]
     for step in range(1, 11):
-        rows.append(
-            {"step": step, "reward": step / 10 + shift, "num_tokens": 100 * step, "entropy": None}
-        )
-        rows[-1] |= {"eval/reward": step / 10, "eval/accuracy": step / 10} if step % 5 == 0 else {}
+        row = {"step": step, "reward": step / 10 + shift, "num_tokens": 100 * step}
+        row |= {"entropy": None, "kl": math.inf}
+        if step % 5 == 0:
+            row |= {"eval/reward": step / 10, "eval/accuracy": step / 10}
+        rows.append(row)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / name / "metrics.jsonl").write_text(text + '{"step": 11, "rew')
     return folder / name
 
 
-@pytest.mark.parametrize(
-    ("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
-)
-def test_plot_of_two_runs(tmp_path, suffix, start):
-    out = tmp_path / f"curve.{suffix}"
-    options = [
-        "-v",
-        "reward",
-        "-v",
-        "eval/reward",
-        "-x",
-        "num_tokens",
-        "--smooth",
-        "3",
-        "-o",
-        str(out),
-    ]
-    plot.main([str(run(tmp_path, "a")), str(run(tmp_path, "b", 1.0)), *options])
-    assert out.read_bytes().startswith(start)
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn, in place of files."""
+    drawn = []
+    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    return drawn
 
 
 def test_what_is_kept_draws_the_same(tmp_path):
     """Text and the numbers of an axis stay as they are; numbers have five digits."""
-    svgs = [str(tmp_path / name) for name in ("a.svg", "b.svg")]
-    options = ["-v", "reward", "-v", "eval/reward"]
     whole, small = run(tmp_path, "a", 0.0012), tmp_path / "small"
-    written = (whole / "metrics.jsonl").read_bytes()
-    plot.main([str(whole), *options, "-o", svgs[0]])
+    before = (whole / "metrics.jsonl").read_bytes()
     show.main([str(whole), "--keep", str(small)])
-    plot.main([str(small), *options, "-o", svgs[1]])
-    drawn, again = (Path(svg).read_text() for svg in svgs)
-    assert drawn == again
-    assert ">held-out reward</text>" in drawn
-    assert ">0.2</text>" in drawn
-    rows = [json.loads(line) for line in (small / "metrics.jsonl").read_text().splitlines()]
+    drawn = []
+    for folder in (whole, small):
+        out = tmp_path / f"{folder.name}.svg"
+        plot.main([str(folder), "-v", "reward", "-v", "eval/reward", "-o", str(out)])
+        drawn.append(out.read_text())
+    assert drawn[0] == drawn[1]
+    assert ">held-out reward</text>" in drawn[0]
+    assert ">0.2</text>" in drawn[0]
+    rows = jsonl(small / "metrics.jsonl")
     assert rows[0] == {"step": 0, "eval/reward": 0.1, "eval/accuracy": 0.1}
     assert rows[1]["reward"] == 0.1012
-    for arguments in (
-        [str(whole), str(small), "--keep", "more"],
-        [str(whole), "--keep", str(whole)],
-    ):
+    for wrong in ([str(small), "--keep", "more"], ["--keep", str(whole)]):
         with pytest.raises(SystemExit):
-            show.main(arguments)
-    assert (whole / "metrics.jsonl").read_bytes() == written
+            show.main([str(whole), *wrong])
+    assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-def test_what_is_drawn(tmp_path, monkeypatch, capsys):
+def test_what_is_drawn(tmp_path, figures, capsys):
     """The numbers of the curves: where the metric is, smoothed by hand."""
-    figures = []
-    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    a, b = run(tmp_path, "a"), run(tmp_path, "b", 1.0)
-    plot.main(
-        [str(a), str(b), "-v", "reward", "-v", "eval/reward", "-x", "num_tokens", "--smooth", "2"]
-    )
+    a, b = str(run(tmp_path, "a")), str(run(tmp_path, "b", 1.0))
+    plot.main([a, b, *["-v", "reward", "-v", "eval/reward", "-x", "num_tokens", "--smooth", "2"]])
+    plot.main([a])
     rewards, evals, *_ = figures[0].axes
-    curves = {line.get_label(): line.get_xydata().tolist() for line in rewards.lines}
-    assert [x for x, _ in curves["a"]] == [100.0 * step for step in range(1, 11)]
-    assert [y for _, y in curves["a"]] == pytest.approx(
-        [0.1, *(step / 10 - 0.05 for step in range(2, 11))]
-    )
-    assert curves["b"][3][1] == pytest.approx(1.35)
-    assert [tuple(point) for point in evals.lines[0].get_xydata()] == [
-        (0.0, 0.1),
-        (500.0, 0.5),
-        (1000.0, 1.0),
-    ]
-    plot.main([str(a)])
+    curves = {line.get_label(): line.get_xydata() for line in rewards.lines}
+    smooth = [0.1, *(step / 10 - 0.05 for step in range(2, 11))]
+    assert curves["a"][:, 0].tolist() == [100.0 * step for step in range(1, 11)]
+    assert curves["a"][:, 1].tolist() == pytest.approx(smooth)
+    assert curves["b"][3, 1] == pytest.approx(1.35)
+    assert evals.lines[0].get_xydata().tolist() == [[0.0, 0.1], [500.0, 0.5], [1000.0, 1.0]]
     assert f"reward of {a}: 0.1 ▁▂▃▃▄▅▆▆▇█ 1\n" in capsys.readouterr().out
-    assert [axes.get_ylabel() for axes in figures[1].axes] == ["", "tokens", "nats", "nats"]
-    titles = [axes.get_title("left") for axes in figures[1].axes]
-    assert titles == [
-        "reward, and held-out reward", "mean length of completions", "entropy",
-        "trainer's and server's log-probs differ by",
-    ]  # fmt: skip
+    assert [(axes.get_title("left"), axes.get_ylabel()) for axes in figures[1].axes] == [
+        ("reward, and held-out reward", ""),
+        ("mean length of completions", "tokens"),
+        ("entropy", "nats"),
+        ("trainer's and server's log-probs differ by", "nats"),
+    ]
     rewards, lengths, *_ = figures[1].axes
     assert lengths.get_ylim()[0] == 0  # a change of a token is not the whole height
     assert [line.get_label() for line in rewards.lines] == ["reward", "eval/reward"]
 
 
-def test_axes_are_those_of_the_data(tmp_path, monkeypatch):
-    """README's two panels: from the first value to the last, on a background that no page shines through."""
-    figures = []
-    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+def test_axes_are_those_of_the_data(tmp_path, figures):
+    """README's panels: from the first value to the last, on a background that no page shines through."""
     plot.main([str(run(tmp_path, "a")), "--rewards", "-v", "num_tokens"])
     plot.main([str(tmp_path / "a"), "--rewards", "-x", "num_tokens"])
     by_step, by_tokens = figures
     limits = [(axes.get_xlim(), axes.get_ylim()) for axes in by_step.axes[:3]]
     assert limits == [((0, 10), (0.1, 1)), ((0, 10), (0.1, 1)), ((0, 10), (100, 1000))]
-    titles = [axes.get_title("left") for axes in by_step.axes[:3]]
-    assert titles == ["reward", "held-out reward", "num_tokens"]
-    assert [axes.get_ylabel() for axes in by_step.axes[:3]] == ["", "", "tokens"]
-    assert {axes.get_xlabel() for axes in by_step.axes[:3]} == {"step"}
-    assert [(axes.get_xlim(), axes.get_xlabel()) for axes in by_tokens.axes] == [
-        ((0, 1000), "num_tokens (tokens)")
-    ] * 2
-    assert not any(axes.get_legend() for axes in by_step.axes)  # the title names the only curve
+    for axes in by_tokens.axes:
+        assert (axes.get_xlim(), axes.get_xlabel()) == ((0, 1000), "num_tokens (tokens)")
     for axes in by_step.axes:
+        assert axes.get_xlabel() == "step"
+        assert not axes.get_legend()  # the title names the only curve
         assert axes.get_facecolor() == axes.figure.get_facecolor() == (1, 1, 1, 1)
         assert not any(line.get_clip_on() for line in axes.lines)  # whole at the edges, too
 
@@ -354,37 +299,19 @@ def test_units_are_those_of_the_documents():
     assert len(found) > 40
     units = {name: plot.unit_of(name) for name, _ in found}
     for name, meaning in found:
-        if "nats" in meaning:
-            assert units[name] == "nats", name
-        if meaning.startswith("share "):
-            assert units[name] == "share", name
-        if name.startswith("time/"):
-            assert units[name] == "seconds", name
-        if meaning.startswith("groups "):
-            assert units[name] == "groups", name
+        named = {
+            "nats": "nats" in meaning,
+            "share": meaning.startswith("share "),
+            "seconds": name.startswith("time/"),
+            "groups": meaning.startswith("groups "),
+        }
+        assert not any(named.values()) or named.get(units[name]), name
     unnamed = {name for name, unit in units.items() if not unit}
     assert unnamed == {
         "reward", "rewards/<f>", "reward_std", "eval/reward", "eval/rewards/<f>",
         "step", "policy_version", "loss", "loss/<name>", "info/<name>", "grad_norm", "learning_rate",
     }  # fmt: skip
     assert plot.unit_of("eval/aime/accuracy") == plot.unit_of("eval/pass@8") == "share"
-
-
-def test_what_a_legend_says(tmp_path):
-    """The one setting that differs, or the folder, or where that is the same its path."""
-    assert plot.labels_of(["docs/runs/a", "docs/runs/b"]) == ["a", "b"]
-    paths = ["outputs/a/run", "outputs/b/run"]
-    assert plot.labels_of(paths) == paths
-    runs = [tmp_path / name for name in ("a", "b")]
-    for settings, expected in (
-        ([{"seed": 1, "output_dir": "a"}, {"seed": 2, "output_dir": "b"}], ["seed 1", "seed 2"]),
-        ([{"seed": 1, "beta": 0.0}, {"seed": 2, "beta": 0.1}], ["a", "b"]),
-        ([{"seed": 1}, {"seed": 1}], ["a", "b"]),
-    ):
-        for run, known in zip(runs, settings, strict=True):
-            run.mkdir(exist_ok=True)
-            (run / "config.json").write_text(json.dumps(known))
-        assert plot.labels_of([*map(str, runs)]) == expected
 
 
 def test_sparkline():
@@ -395,20 +322,20 @@ def test_sparkline():
 def test_info_and_refusals(tmp_path, capsys):
     folder = run(tmp_path, "a b")
     plot.main(["info", str(folder)])
-    assert (
-        "  eval/accuracy\n  eval/reward\n  num_tokens\n  reward\n  step" in capsys.readouterr().out
-    )
+    listed = "  eval/accuracy\n  eval/reward\n  num_tokens\n  reward\n  step"
+    assert listed in capsys.readouterr().out
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "metrics.jsonl").write_text("")
     for arguments, reason in (
         ([str(tmp_path)], "metrics.jsonl is not there"),
         ([str(folder), "-v", "rewart"], "no run has rewart: did you mean reward?"),
         ([str(folder), "-o", "x"], None),
         (["info"], None),
+        ([str(empty)], "has no step yet"),
     ):
         with pytest.raises(SystemExit, match=reason):
             plot.main(arguments)
-    (folder / "metrics.jsonl").write_text("")
-    with pytest.raises(SystemExit, match="has no step yet"):
-        plot.main([str(folder)])
 
 
 def test_accuracy_is_that_of_every_evaluation(tmp_path, capsys):
@@ -427,13 +354,18 @@ def test_accuracy_is_that_of_every_evaluation(tmp_path, capsys):
 PROMPT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi?"}]}]
 
 
+SAMPLE: dict[str, Any] = {
+    "step": 1, "group": 0, "row": 3, "prompt": "1+1=", "columns": {}, "completion": "2", "reward": 1.0,
+    "rewards": {"right": 1.0}, "advantage": 0.5, "finish_reason": "stop", "weight_versions": [], "info": {},
+}  # fmt: skip
+
+
 def completions(folder):
+    """Two steps of two groups of two, the last line not yet whole."""
     rows = [
-        {
-            "step": step, "group": number // 2 + 10 * step, "row": number, "prompt": PROMPT,
-            "columns": {"answer": "42"},
+        SAMPLE | {
+            "step": step, "group": number // 2 + 10 * step, "row": number, "prompt": PROMPT, "columns": {"answer": "42"},
             "completion": f"c{step}.{number}\u2028\x1b[2J", "reward": None if number == 3 else number / 4,
-            "rewards": {"f": number / 4}, "advantage": 0.5, "finish_reason": "stop", "weight_versions": [],
         }
         for step in (1, 2)
         for number in range(4)
@@ -462,22 +394,16 @@ def test_show(tmp_path, capsys, options, wanted):
 
 
 def test_show_of_held_out_completions(tmp_path, capsys):
-    row = json.loads(Path(completions(tmp_path), "completions.jsonl").read_text().split("\n")[1])
-    del row["advantage"]
-    held_out = [
-        {**row, "set": name, "completion": name, "info": {"turns": 3}}
-        for name in ("aime", "math500")
-    ]
-    (tmp_path / "held_out.jsonl").write_text(
-        "".join(json.dumps(sample) + "\n" for sample in held_out)
-    )
-    show.main([str(tmp_path), "--held-out"])
-    out = capsys.readouterr().out
-    assert re.findall(r"── (\w+) · step 1", out) == ["aime", "math500"]
-    assert "turns: 3" in out
-    assert "advantage" not in out
-    show.main([str(tmp_path), "--held-out", "--set", "math500"])
-    assert re.findall(r"── (\w+) · step 1", capsys.readouterr().out) == ["math500"]
+    sets = [SAMPLE | {"set": name, "info": {"turns": 3}} for name in ("aime", "math500")]
+    for sample in sets:
+        del sample["advantage"]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sets))
+    for options, shown in (([], ["aime", "math500"]), (["--set", "math500"], ["math500"])):
+        show.main([str(tmp_path), "--held-out", *options])
+        printed = capsys.readouterr().out
+        assert re.findall(r"── (\w+) · step 1", printed) == shown
+        assert "turns: 3" in printed
+        assert "advantage" not in printed
 
 
 def test_show_refuses(tmp_path):
@@ -492,49 +418,26 @@ def test_show_refuses(tmp_path):
         show.main([str(tmp_path)])
 
 
-ODD = """
-    from rollouts.group import Batch, Group, Prompt
-    from rollouts.group import Completion
-    import torch
-    nan, completion = float("nan"), Completion([6], [-1.0], "stop", 1)
-    group = Group(Prompt(0, [5], "a", {"x": [nan]}), [completion], ["b"], torch.tensor([[nan]]), [nan], [0.0])
-    log.step(2, {"grad_norm": 1e400, "time/train_s": 3.0, "time/wait_s": 1.0}, Batch([group]))
-"""
-
-
 def test_numbers_that_json_has_not(tmp_path):
     """A step without a finite gradient or a reward, and a data set with a gap."""
-    code = LOGGED.format(root=str(ROOT), folder=str(tmp_path)).replace(
-        "\n    log.close()", f"{ODD}    log.close()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=ENV)
-    row = json.loads(
-        (tmp_path / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail
-    )
-    assert [row[name] for name in ("step", "grad_norm", "reward", "rewards/len")] == [
-        2,
-        None,
-        None,
-        None,
-    ]
+    nan = float("nan")
+    group = scored([nan])
+    group.prompt = replace(group.prompt, columns={"x": [nan]})
+    with logging(tmp_path) as log:
+        log.step(2, {"grad_norm": 1e400, "time/train_s": 3.0, "time/wait_s": 1.0}, Batch([group]))
+    (row,) = jsonl(tmp_path / "metrics.jsonl")
+    assert [row[name] for name in ("grad_norm", "reward", "rewards/len")] == [None] * 3
     assert row["time/train_s"] == 2.0  # without the wait
-    assert json.loads((tmp_path / "completions.jsonl").read_text(), parse_constant=pytest.fail) == {
+    assert jsonl(tmp_path / "completions.jsonl") == [{
         "step": 2, "group": 0, "row": 0, "prompt": "a", "columns": {"x": [None]}, "completion": "b", "reward": None,
-        "rewards": {"len": None}, "advantage": 0.0, "finish_reason": "stop", "weight_versions": [[1, 0, 1]],
+        "rewards": {"len": None}, "advantage": 0.0, "finish_reason": "stop", "weight_versions": [[0, 0, 1]],
         "info": {},
-    }  # fmt: skip
+    }]  # fmt: skip
 
 
 def test_the_first_groups_that_were_begun_are_logged_before_a_checkpoint_is(tmp_path, monkeypatch):
     """Whatever order they were trained in; and what `state` promises is on the disk, however slow that is."""
-    config = TrainConfig(
-        model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), logged_groups=1
-    )
-    completion = Completion([6], [-1.0], "stop", 1)
-    groups = [
-        Group(Prompt(0, [5], "a", {}), [completion], ["b"], table([[1.0]]), [1.0], [0.0], id=number)
-        for number in (3, 1, 2)
-    ]
+    groups = [replace(scored([1.0]), id=number) for number in (3, 1, 2)]
     write = RunLog._write
 
     def slow(*arguments):
@@ -542,45 +445,30 @@ def test_the_first_groups_that_were_begun_are_logged_before_a_checkpoint_is(tmp_
         write(*arguments)
 
     monkeypatch.setattr(RunLog, "_write", slow)
-    with process_group(60):
-        log = RunLog(config, 4)
-        log.step(1, {"time/train_s": 1.0, "time/wait_s": 0.0}, Batch(groups))
+    with logging(tmp_path, logged_groups=1) as log:
+        log.step(1, TIMES, Batch(groups))
         log.state()
-        (line,) = (tmp_path / "completions.jsonl").read_text().splitlines()
-        log.close()
-    assert json.loads(line)["group"] == 1
+        (sample,) = jsonl(tmp_path / "completions.jsonl")
+    assert sample["group"] == 1
 
 
 def test_a_collapse_is_said_in_plain_words(tmp_path, capsys):
     """Once; and not of a policy that is sure because it has learned."""
-    config = TrainConfig(
-        model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], output_dir=str(tmp_path)
-    )
-    pace = {
-        "time/step_s": 1.0,
-        "tokens_per_s/trained": 1.0,
-        "idle/trainer": 0.0,
-        "idle/servers": 0.0,
-    }
     learns = [0.1] * 5 + [0.5, 0.9] * 5
     falls = [0.1] * 5 + [0.05, 0.009] + [0.001] * 8
     sparse = [0.1, 0.0, 0.2, 0.1, 0.1] + [0.0, 0.0, 0.0, 0.0, 0.2] * 3
     unscored = [0.1] * 5 + [float("nan")] * 10
-    for rewards, warnings in ((learns, 0), (falls, 1), (sparse, 0), (unscored, 0)):
-        terminal = Terminal(10, config)
+    for rewards, warned in ((learns, 0), (falls, 1), (sparse, 0), (unscored, 0)):
+        terminal = Terminal(10, config_of(tmp_path))
         for step, reward in enumerate(rewards, 1):
             entropy = 1.0 / 2**step if rewards is learns else 1.0
-            terminal.show(step, {"reward": reward, "entropy": entropy, **pace})
+            terminal.show(step, {"reward": reward, "entropy": entropy, "time/step_s": 1.0, **PACE})
         terminal.close()
-        assert capsys.readouterr().out.count("has the policy collapsed?") == warnings
+        assert capsys.readouterr().out.count("has the policy collapsed?") == warned
 
 
 def test_an_answer_is_shown_once(tmp_path, capsys):
-    sample = {
-        "step": 1, "group": 0, "row": 3, "prompt": "1+1=", "columns": {}, "completion": "2", "reward": 1.0,
-        "rewards": {"right": 1.0}, "advantage": 0.5, "finish_reason": "stop", "weight_versions": [], "info": {},
-    }  # fmt: skip
-    lines = [sample] * 3 + [sample | {"completion": "3", "reward": 0.0}]
+    lines = [SAMPLE] * 3 + [SAMPLE | {"completion": "3", "reward": 0.0}]
     (tmp_path / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     show.main([str(tmp_path), "--best", "4"])
     output = capsys.readouterr().out

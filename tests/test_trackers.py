@@ -24,82 +24,44 @@ TIMES = {"time/train_s": 1.0, "time/wait_s": 0.0}
 
 def config_of(folder, on_step=None, **fields):
     return TrainConfig(
-        model_id="/nowhere",
-        dataset_id="d.jsonl",
-        reward_funcs=[len],
-        output_dir=str(folder),
-        on_step=on_step,
-        **fields,
-    )
+        model_id="/nowhere", dataset_id="d.jsonl", reward_funcs=[len], output_dir=str(folder),
+        on_step=on_step, **fields,
+    )  # fmt: skip
 
 
-BOTH = """
-import json
-import sys
-sys.path[:0] = [{root!r}]
-from config import TrainConfig
-from rollouts.group import Batch, Completion, Group, Prompt
-from training.logs import RunLog
-from utils import process_group
-def scored(rewards):
-    completions = [Completion([6], [-1.0], "stop", 0) for _ in rewards]
-    return Group(Prompt(0, [5], "a", {{}}), completions, ["b"] * 2, [[r] for r in rewards], rewards)
-config = TrainConfig(
-    model_id="m", dataset_id="d", reward_funcs=[len], output_dir={folder!r},
-    use_wandb=True, use_trackio=True, wandb_project="mine", log_completions_steps=2,
-)
-times = {{"time/train_s": 1.0, "time/wait_s": 0.0}}
-with process_group(60):
-    log = RunLog(config, 4)
-    log.step(0, {{"eval/reward": 0.25}})
-    for step in (1, 2):
-        log.step(step, times | {{"loss": float("nan")}}, Batch([scored([0.0, 1.0])]))
-    before = log.state()
-    log.close()
-    log = RunLog(config, 4, before | {{"step": 2}})
-    log.step(3, times, Batch([scored([1.0, 1.0])]))
-    after = log.state()
-    log.close()
-from trackio.sqlite_storage import SQLiteStorage
-runs = SQLiteStorage.get_runs("mine")
-rows = SQLiteStorage.get_logs("mine", after["run_id"])
-settings = SQLiteStorage.get_run_config("mine", after["run_id"])
-print(json.dumps([before, after, runs, rows, settings]))
-"""
+def log_two_runs(folder, package):
+    """Three steps, the last one by a run that goes on; returns the name that the tracker knows it by."""
+    options = {f"use_{package}": True, "wandb_project": "mine", "log_completions_steps": 2}
+    config = config_of(folder, **options)
+    with process_group(60):
+        log = RunLog(config, 4)
+        log.step(0, {"eval/reward": 0.25})
+        for step in (1, 2):
+            log.step(step, TIMES | {"loss": float("nan")}, Batch([scored([0.0, 1.0])]))
+        state = log.state()
+        log.close()
+        log = RunLog(config, 4, state | {"step": 2})
+        log.step(3, dict(TIMES), Batch([scored([1.0, 1.0])]))
+        log.close()
+    return state["run_id"]
 
 
-def test_wandb_and_trackio_get_the_same(tmp_path):
-    """Both real, without a network; a run that goes on is the same run there, too."""
-    pytest.importorskip("trackio")
-    code = BOTH.format(root=str(ROOT), folder=str(tmp_path))
-    env = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "tracked"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENV | env
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    before, after, runs, rows, settings = json.loads(done.stdout.splitlines()[-1])
-    assert before == after
-    assert len(runs) == 1
-    assert settings["model_id"] == "m"
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+def assert_logged(rows, table):
+    """The same, whoever tracks it: metrics of each step, and the completions of the second."""
     assert rows[0]["eval/reward"] == 0.25
     assert [row["train/reward"] for row in rows[1:]] == [0.5, 0.5, 1.0]
+    assert rows[1]["time/train_s"] == 1.0
     assert math.isnan(rows[1]["train/loss"])
-    assert [row["step"] for row in rows if "completions/table" in row] == [2]
-    table = rows[2]["completions/table"]["_value"]
+    assert ["completions/table" in row for row in rows] == [False, False, True, False]
     assert [(cells["completion"], cells["reward"]) for cells in table] == [("b", 0.0), ("b", 1.0)]
-
-    parts = [*(tmp_path / "wandb").glob(f"offline-run-*/run-{after['run_id']}.wandb")]
-    assert len(parts) == 2
-    written = b"".join(part.read_bytes() for part in parts)
-    for name in (*rows[0], *rows[2]):
-        assert name in ("timestamp", "step") or name.encode() in written, name
+    assert table[0]["rewards"] == "{'len': 0.0}"
+    assert "advantage" in table[0]
 
 
 @pytest.mark.parametrize(("package", "key"), [("wandb", "id"), ("trackio", "name")])
 def test_a_tracker_gets_metrics_and_a_table(monkeypatch, tmp_path, package, key):
-    """Of a package with the interface of both, which need not be installed."""
-    opened: list[Any] = []
+    """Of a package with the interface of both, which need not be installed; a run that goes on is the same there."""
+    opened: list[str] = []
     sent: list[Any] = []
 
     def init(**options):
@@ -107,28 +69,32 @@ def test_a_tracker_gets_metrics_and_a_table(monkeypatch, tmp_path, package, key)
         return SimpleNamespace(**{key: "mine"})
 
     tracker = SimpleNamespace(
-        init=init, log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append("end"),
+        init=init, log=lambda values, step: sent.append(values), finish=lambda: sent.append("end"),
         Table=lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data],
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, package, tracker)
-    options = {f"use_{package}": True, "log_completions_steps": 2}
-    with process_group(60):
-        log = RunLog(config_of(tmp_path, **options), 4)
-        for step in (1, 2):
-            log.step(step, dict(TIMES), Batch([scored([0.0, 1.0])]))
-        state = log.state()
-        log.close()
-        RunLog(config_of(tmp_path, **options), 4, state | {"step": 2}).close()
-    assert opened == [state["run_id"]] * 2
-    assert sent[2:] == ["end", "end"]
-    (_, first), (step, second) = sent[:2]
-    assert step == 2
-    assert (first["train/reward"], first["time/train_s"]) == (0.5, 1.0)
-    assert "completions/table" not in first
-    table = second["completions/table"]
-    assert [(row["completion"], row["reward"]) for row in table] == [("b", 0.0), ("b", 1.0)]
-    assert table[0]["rewards"] == "{'len': 0.0}"
-    assert "advantage" in table[0]
+    assert opened == [log_two_runs(tmp_path, package)] * 2
+    assert [sent.pop(3), sent.pop()] == ["end", "end"]
+    assert_logged(sent, sent[2]["completions/table"])
+
+
+def test_trackio(tmp_path):
+    """The real one, without a network (wandb: test_train.py)."""
+    pytest.importorskip("trackio")
+    paths = [str(ROOT / name) for name in ("", "tests", "scripts")]
+    code = f"import sys, json; sys.path[:0] = {paths!r}; import test_trackers\n"
+    code += f"name = test_trackers.log_two_runs({str(tmp_path)!r}, 'trackio')\n"
+    code += "from trackio.sqlite_storage import SQLiteStorage as kept\n"
+    code += "print(json.dumps([name, kept.get_runs('mine'), kept.get_logs('mine', name)]))"
+    env = ENV | {"TRACKIO_DIR": str(tmp_path / "tracked")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    name, runs, rows = json.loads(done.stdout.splitlines()[-1])
+    assert runs == [name]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert_logged(rows, rows[2]["completions/table"]["_value"])
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
@@ -157,25 +123,24 @@ def test_on_step_gets_what_is_on_the_disk(tmp_path):
 
     batches = [Batch([scored([0.0, 1.0]), scored([1.0, 1.0])]) for _ in range(2)]
     groups = [list(batch.groups) for batch in batches]
+    first = {"eval/reward": 0.25}
     with process_group(60):
         log = RunLog(config_of(tmp_path, on_step), 4)
-        first = {"eval/reward": 0.25}
         log.step(0, first)
-        log.step(1, dict(TIMES), batches[0])
-        log.step(2, dict(TIMES), batches[1])
+        for step, batch in enumerate(batches, 1):
+            log.step(step, dict(TIMES), batch)
         log.state()
         assert [step for step, *_ in told] == [0, 1, 2]  # all are behind a checkpoint
         log.close()
     assert first == {"eval/reward": 0.25}
     assert [given for _, given, _ in told] == [[], *groups]
     assert [batch.groups for batch in batches] == groups
-    threads = {thread for *_, thread in told}
-    assert len(threads) == 1
-    assert threading.get_ident() not in threads
+    (thread,) = {thread for *_, thread in told}
+    assert thread != threading.get_ident()
 
 
-@pytest.mark.parametrize("last", [0, 1, 2])
-def test_an_error_of_on_step_is_heard_of(tmp_path, last):
+@pytest.mark.parametrize(("last", "heard_at"), [(0, [0]), (1, [2]), (2, [])])
+def test_an_error_of_on_step_is_heard_of(tmp_path, last, heard_at):
     """At step 0 at once, before anything is trained; later at the end of the next step, or of the run."""
 
     def on_step(step, metrics, groups):
@@ -192,16 +157,13 @@ def test_an_error_of_on_step_is_heard_of(tmp_path, last):
                 heard.append((step, str(error)))
         with pytest.raises(UserError, match=r"on_step raised .*test_trackers\.py"):
             log.close()
-    assert [step for step, _ in heard][:1] == {0: [0], 1: [2], 2: []}[last]
+    assert [step for step, _ in heard][:1] == heard_at
     assert all("on_step raised ZeroDivisionError: no such tracker" in said for _, said in heard)
 
 
-@pytest.mark.parametrize(
-    "on_step", [lambda step, metrics: None, lambda *, step, metrics, groups: None]
-)
-def test_another_signature_is_told_at_the_first_step(tmp_path, on_step):
+def test_another_signature_is_told_at_the_first_step(tmp_path):
     with process_group(60):
-        log = RunLog(config_of(tmp_path, on_step), 4)
+        log = RunLog(config_of(tmp_path, lambda step, metrics: None), 4)
         with pytest.raises(UserError, match=r"^on_step raised TypeError: .* positional argument"):
             log.step(0, {"eval/reward": 0.5})
 
@@ -210,8 +172,6 @@ WRITTEN = """
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 sys.path[:0] = [{root!r}]
 from recipes import trackers
 from rollouts.group import Completion, Group, Prompt

@@ -32,14 +32,9 @@ FAMILIES = {  # template, end of a turn
     "Gemma 3": (TEMPLATES / "gemma3.jinja", "<end_of_turn>"), "Mistral": (MISTRAL, "</s>"),
     "SmolLM": (SMOLLM, "<|im_end|>"),
 }  # fmt: skip
-MARKS = [
-    "<|im_start|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<start_of_turn>",
-    "[INST]",
-    "[/INST]",
-]
+MARKS = ["<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>"]
+MARKS += ["[INST]", "[/INST]"]
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 HELLO = [{"role": "user", "content": "Hello there"}]
 AGAIN = [{"role": "user", "content": "And again?"}]
 
@@ -54,19 +49,15 @@ def tokenizer_of(family, kind="bytes"):
         after: Any = decoders.ByteLevel()
         alphabet = sorted({*letters, *pre_tokenizers.ByteLevel.alphabet()})
     else:
-        before, after = (
-            pre_tokenizers.Metaspace(prepend_scheme=kind),
-            decoders.Metaspace(prepend_scheme=kind),
-        )
+        before = pre_tokenizers.Metaspace(prepend_scheme=kind)
+        after = decoders.Metaspace(prepend_scheme=kind)
         alphabet = [*letters, "\n", "▁"]
     vocab = {token: number for number, token in enumerate([*alphabet, *(a + b for a, b in merges)])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer, backend.decoder = before, after
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=end)
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in MARKS])
-    tokenizer.add_tokens(
-        [AddedToken(mark) for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
-    )
+    tokenizer.add_tokens([AddedToken(tag) for tag in TAGS])
     tokenizer.chat_template = template.read_text() if isinstance(template, Path) else template
     return tokenizer
 
@@ -104,18 +95,12 @@ def test_no_sampled_token_is_tokenized_again(family):
     """Letters one by one, where the tokenizer would merge them, and white space that the template trims."""
     tokenizer = tokenizer_of(family)
     _, reply, expected = in_context(tokenizer, HELLO, "hello and all", AGAIN)
-    letters = [
-        *(tokenizer.convert_tokens_to_ids(letter) for letter in "helloĠandĠall"),
-        tokenizer.eos_token_id,
-    ]
-    assert letters != reply
-    assert turn_ids(tokenizer, HELLO, letters, AGAIN) == expected
-    spaced = [
-        *tokenizer.convert_tokens_to_ids(["Ġ", "Ċ"]),
-        *letters[:-1],
-        *tokenizer.convert_tokens_to_ids(["Ċ", "Ċ"]),
-    ]
-    assert turn_ids(tokenizer, HELLO, [*spaced, tokenizer.eos_token_id], AGAIN) == expected
+    ids, end = tokenizer.convert_tokens_to_ids, tokenizer.eos_token_id
+    letters = ids([*"helloĠandĠall"])
+    assert [*letters, end] != reply
+    assert turn_ids(tokenizer, HELLO, [*letters, end], AGAIN) == expected
+    spaced = [*ids(["Ġ", "Ċ"]), *letters, *ids(["Ċ", "Ċ"]), end]
+    assert turn_ids(tokenizer, HELLO, spaced, AGAIN) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,13 +108,11 @@ def test_a_reply_that_was_cut_off_is_closed(family):
     """The end of its turn, which was not sampled, is the environment's."""
     tokenizer = tokenizer_of(family)
     _, reply, expected = in_context(tokenizer, HELLO, "hello", AGAIN)
-    assert turn_ids(tokenizer, HELLO, reply[:-1], AGAIN) == [tokenizer.eos_token_id, *expected]
+    closed = [tokenizer.eos_token_id, *expected]
+    assert turn_ids(tokenizer, HELLO, reply[:-1], AGAIN) == closed
     assert turn_ids(tokenizer, HELLO, [*reply[:-2], reply[-1]], AGAIN) == expected
     spaces = tokenizer.convert_tokens_to_ids(["Ċ", "Ċ"])  # which no template writes again
-    assert turn_ids(tokenizer, HELLO, [*reply[:-1], *spaces], AGAIN) == [
-        tokenizer.eos_token_id,
-        *expected,
-    ]
+    assert turn_ids(tokenizer, HELLO, [*reply[:-1], *spaces], AGAIN) == closed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,21 +122,15 @@ def test_turns_add_up(family):
     prompt, first, _ = in_context(tokenizer, HELLO, "one and all", AGAIN)
     talk = [*HELLO, {"role": "assistant", "content": "one and all"}, *AGAIN]
     _, second, _ = in_context(tokenizer, talk, "two", HELLO)
-    between, last = (
-        turn_ids(tokenizer, HELLO, first, AGAIN) or [],
-        turn_ids(tokenizer, talk, second, HELLO) or [],
-    )
+    between = turn_ids(tokenizer, HELLO, first, AGAIN) or []
+    last = turn_ids(tokenizer, talk, second, HELLO) or []
     whole = ids_of(tokenizer, [*talk, {"role": "assistant", "content": "two"}, *HELLO])
     assert [*prompt, *first, *between, *second, *last] == whole
 
 
 THOUGHT = "<think>\nlet me see\n</think>\n\nall"
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
-    }
-]
+NO_PARAMETERS = {"type": "object", "properties": {}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": NO_PARAMETERS}}]
 
 
 def test_stripped_thinking_is_a_new_segment():
@@ -164,9 +141,8 @@ def test_stripped_thinking_is_a_new_segment():
     answer = [{"role": "tool", "content": "42"}]
     between = turn_ids(tokenizer, HELLO, reply, answer, tools=TOOLS) or []
     said = {"role": "assistant", "content": THOUGHT}
-    assert [*ids_of(tokenizer, HELLO, tools=TOOLS), *reply, *between] == ids_of(
-        tokenizer, [*HELLO, said, *answer], tools=TOOLS
-    )
+    whole = ids_of(tokenizer, [*HELLO, said, *answer], tools=TOOLS)
+    assert [*ids_of(tokenizer, HELLO, tools=TOOLS), *reply, *between] == whole
     plain = tokenizer("all<|im_end|>")["input_ids"]
     assert turn_ids(tokenizer, HELLO, plain, AGAIN) is not None
     # an empty thought that the template writes for the first turn, and leaves out of the second's history
@@ -176,15 +152,15 @@ def test_stripped_thinking_is_a_new_segment():
     assert turn_ids(tokenizer, talk, plain, AGAIN) is None
 
 
-def test_a_template_that_changes_the_beginning_gives_a_new_segment():
-    """By as many letters as before."""
-    tokenizer = tokenizer_of("SmolLM")
-    tokenizer.chat_template = "{{ messages | length }}" + SMOLLM
-    assert turn_ids(tokenizer, HELLO, tokenizer("hello<|im_end|>")["input_ids"], AGAIN) is None
-
-
-def test_a_template_that_moves_the_system_prompt_gives_a_new_segment():
-    tokenizer = tokenizer_of("Mistral")
-    tokenizer.chat_template = MISTRAL_SYSTEM
-    messages = [{"role": "system", "content": "be short"}, *HELLO]
-    assert turn_ids(tokenizer, messages, tokenizer("hello</s>")["input_ids"], AGAIN) is None
+@pytest.mark.parametrize(
+    ("family", "template", "before"),
+    [
+        ("SmolLM", "{{ messages | length }}" + SMOLLM, []),  # by as many letters as before
+        ("Mistral", MISTRAL_SYSTEM, [{"role": "system", "content": "be short"}]),
+    ],
+)
+def test_a_template_that_changes_the_beginning_gives_a_new_segment(family, template, before):
+    tokenizer = tokenizer_of(family)
+    tokenizer.chat_template = template
+    reply = tokenizer(f"hello{FAMILIES[family][1]}")["input_ids"]
+    assert turn_ids(tokenizer, [*before, *HELLO], reply, AGAIN) is None

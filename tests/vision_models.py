@@ -12,12 +12,8 @@ TEXT = {
     "pad_token_id": 0,
 }  # fmt: skip
 TOWER = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
-}
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
 EDGE = 32  # pixels of an image that the processors make
 
 
@@ -51,12 +47,8 @@ def qwen3_vl():
         transformers.Qwen2VLImageProcessor(**options), tok, transformers.Qwen3VLVideoProcessor(**options),
         chat_template=template("<|vision_start|><|image_pad|><|vision_end|>"),
     )  # fmt: skip
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [4, 6, 6],
-        "mrope_interleaved": True,
-    }
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    rope |= {"mrope_section": [4, 6, 6], "mrope_interleaved": True}
     config = transformers.Qwen3VLConfig(
         text_config=TEXT | {"vocab_size": len(tok), "rope_parameters": rope},
         vision_config={
@@ -85,11 +77,8 @@ def llava():
 
 def gemma3():
     """A layer with a window shorter than the prompts, and one without."""
-    marks = {
-        "boi_token": "<start_of_image>",
-        "eoi_token": "<end_of_image>",
-        "image_token": "<image_soft_token>",
-    }
+    marks = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    marks |= {"image_token": "<image_soft_token>"}
     tok = tokenizer(list(marks.values()), **marks)
     processor = transformers.Gemma3Processor(
         transformers.Gemma3ImageProcessor(size={"height": EDGE, "width": EDGE}), tok,
@@ -112,18 +101,14 @@ def save(family, folder):
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(4 if weight.ndim > 1 else 1)
-            if (
-                weight.ndim > 1 and not weight.any()
-            ):  # Gemma3's projector starts at 0: no image would be seen
-                weight.normal_(std=0.5)
+            if weight.ndim > 1 and not weight.any():
+                weight.normal_(std=0.5)  # Gemma3's projector starts at 0: no image would be seen
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    path = (
-        folder / "model.safetensors"
-    )  # a model made from a config is saved without a level that the hub's have
-    weights = {
-        name.replace("vision_tower.", "vision_tower.vision_model."): w
-        for name, w in load_file(path).items()
-    }
+    # A model made from a config is saved without a level that the hub's have.
+    path = folder / "model.safetensors"
+    weights = {}
+    for name, weight in load_file(path).items():
+        weights[name.replace("vision_tower.", "vision_tower.vision_model.")] = weight
     save_file(weights, path, {"format": "pt"})
     return str(folder)
