@@ -21,8 +21,7 @@ find_python() {
 install() {
     local stamp=$venv/.installed-$1 sum
     shift
-    # As of files that lay beside requirements.txt, so that an environment of these is not installed again.
-    sum=$(cat requirements/*.txt requirements.txt | sed 's|requirements/|requirements-|g' | cksum)
+    sum=$(cat requirements.txt requirements/*.txt | cksum)
     [ "$(cat "$stamp" 2>/dev/null)" = "$sum" ] && return
     echo "installing into $venv, a few minutes: $*"
     "$python" -m pip install -qq --disable-pip-version-check "$@" || die "pip could not install: $*"
