@@ -538,7 +538,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         return 0.2 if self.loss_type == "cispo" else self.clip_low
 
     @property
-    def weighs_whole_batch(self) -> bool:
+    def advantages_need_batch(self) -> bool:
         """True where advantages depend on the whole batch.
 
         Training cannot start before such a batch is complete.
@@ -546,7 +546,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         return self.scale_rewards == "batch" or self.advantage_fn is not None
 
     @property
-    def weighs_whole_completions(self) -> bool:
+    def loss_needs_completions(self) -> bool:
         """True where a token's loss may depend on its completion's other tokens.
 
         They then stand in one row.
@@ -580,7 +580,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         return any(getattr(part, "gives_ref_logprobs", False) for part in self.parts)
 
     @property
-    def weighs_tokens_alike(self) -> bool:
+    def divides_by_batch(self) -> bool:
         """True where tokens weigh the same in all mini-batches of a batch."""
         return self.loss_type in ("dapo", "cispo")
 

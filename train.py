@@ -68,7 +68,7 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
 
 def set_advantages(groups: list[Group], config: TrainConfig) -> None:
-    """Fill in the advantages of a batch's groups: of all, if `config.weighs_whole_batch`.
+    """Fill in the advantages of a batch's groups: of all, if `config.advantages_need_batch`.
 
     Otherwise a group's are its own, as it may train before the others have come.
 
@@ -81,7 +81,7 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
         advantages = own_advantages(rewards, groups, config)
     else:
         advantages = compute_advantages(rewards.clone(), config.scale_rewards)
-    if not config.weighs_whole_batch:
+    if not config.advantages_need_batch:
         alone = [compute_advantages(row, config.scale_rewards) for row in rewards.split(1)]
         if not torch.allclose(torch.cat(alone), advantages, equal_nan=True):
             raise UserError(
@@ -138,7 +138,7 @@ def grpo_loss(
         advantages: [N].
         mask: [N], 1 on tokens that train, 0 elsewhere; any type.
         completion: [N] int64, the completion of each token, whole if a loss looks at all of it
-            (`TrainConfig.weighs_whole_completions`).
+            (`TrainConfig.loss_needs_completions`).
         config: loss_type, importance_level, epsilon, epsilon_high, delta, beta, kl_gradient.
 
     Returns:
@@ -186,14 +186,14 @@ def loss_normalizer(num_completions: int, num_tokens: int, config: TrainConfig) 
     Args:
         num_completions: of the mini-batch, those without a trained token too.
         num_tokens: tokens that train; both are of the whole batch where
-            `config.weighs_tokens_alike` (dapo, cispo).
+            `config.divides_by_batch` (dapo, cispo).
         config: loss_type, max_completion_len, num_minibatches.
     """
     if config.loss_type == "grpo":
         return max(num_completions, 1)
     if config.loss_type == "dr_grpo":
         return max(num_completions, 1) * config.max_completion_len
-    if config.weighs_tokens_alike:  # all mini-batches divide by the batch's mean
+    if config.divides_by_batch:  # all mini-batches divide by the batch's mean
         return max(num_tokens, 1) / config.num_minibatches
     return max(num_tokens, 1)  # bnpo
 
@@ -266,25 +266,17 @@ def train_batch(
     grad_norms: list[float] = []
     if config.updates_per_batch > 1:  # with one, the rows are iterated over only once
         rows = list(rows)
-        if config.old_logprobs == "trainer":
-            for row in rows:
-                moved = row.to(device)
-                with torch.no_grad():
-                    row.trainer_logprobs = token_logprobs(
-                        policy, moved.packed, moved.images, config
-                    )
+        for row in rows:
+            moved = row.to(device)
+            with torch.no_grad():
+                row.trainer_logprobs = token_logprobs(policy, moved.packed, moved.images, config)
 
     for _ in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for row in rows:
             # DDP reduces gradients in an update's last backward; FSDP2 does not look at this.
             policy.require_backward_grad_sync = bool(row.update)
-            # Servers are compared by log-probs from before any update: kept ones, or this
-            # forward's while there was none.
-            compares_servers = row.trainer_logprobs is not None or not grad_norms
-            loss_sum += add_gradient(
-                policy, reference, row.to(device), token_sums, compares_servers, config
-            )
+            loss_sum += add_gradient(policy, reference, row.to(device), token_sums, config)
             if row.update:
                 normalizer = loss_normalizer(*row.update, config)
                 grad_norms.append(optimizer_step(policy, optimizer, scheduler, normalizer, config))
@@ -300,7 +292,7 @@ def train_batch(
 
 def add_gradient(
     policy: Any, reference: Callable[..., Tensor] | None, row: MicroBatch, token_sums: TokenSums,
-    compares_servers: bool, config: TrainConfig,
+    config: TrainConfig,
 ) -> Tensor:  # fmt: skip
     """Run a row forward and backward, and count its tokens.
 
@@ -314,7 +306,7 @@ def add_gradient(
     logprobs, entropy = token_logprobs(policy, packed, row.images, config, return_entropy=True)
 
     trainer_logprobs = row.trainer_logprobs
-    if trainer_logprobs is None:  # it trains once, or the ratio takes the server's: these will do
+    if trainer_logprobs is None:  # it trains once: these will do
         trainer_logprobs = logprobs.detach()
     old_logprobs = trainer_logprobs
     if config.old_logprobs == "sampler":
@@ -335,7 +327,7 @@ def add_gradient(
         check_loss(loss, loss_sums)
     loss.backward()
 
-    token_sums.add(loss_sums, entropy, trainer_logprobs, row, compares_servers)
+    token_sums.add(loss_sums, entropy, trainer_logprobs, row)
     return loss.detach()
 
 
@@ -410,9 +402,9 @@ def main(config: TrainConfig) -> None:
                 was_skipped = trained["skipped_steps"] == config.updates_per_batch
                 num_skipped = num_skipped + 1 if was_skipped else 0
                 if num_skipped == MAX_SKIPPED_STEPS:  # the next batch ends the run, and saves
-                    cure = "look at loss_fn" if config.loss_fn else "lower learning_rate"
                     rollouts.failure = UserError(
-                        f"{num_skipped} steps in a row had no finite gradient: {cure}"
+                        f"{num_skipped} steps in a row had no finite gradient: lower learning_rate"
+                        ", or look at loss_fn"
                     )
 
 

@@ -36,6 +36,12 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
         UserError: ranks do not come, or not for this world.
     """
     world: dict[str, Any] = {}
+    device = torch.device("cpu")
+    backend = "gloo"
+    # torch 2.11 may crash where threads send in several groups and its flight recorder notes it.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    # The watchdog of nccl sleeps four times this between its time-out and the end of the process.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     place: Any = os.environ  # of this rank
     if "RANK" not in place or place.get("WORLD_SIZE", "1") == "1":
         world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -45,25 +51,17 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     elif "TORCHELASTIC_RUN_ID" not in place:  # of another launcher, or left by another job
         print("rank", place["RANK"], "waits for the others: to train alone, unset RANK", flush=True)
 
-    device = torch.device("cpu")
-    backend = "gloo"
     if torch.cuda.is_available():
         num_ranks = int(place.get("LOCAL_WORLD_SIZE", 1))
         num_gpus = torch.cuda.device_count()
         if num_ranks > num_gpus:
             raise UserError(
-                f"torchrun starts {num_ranks} ranks here, for {num_gpus} GPUs: "
-                f"--nproc_per_node {num_gpus}"
+                f"{num_ranks} ranks here, for {num_gpus} GPUs: --nproc_per_node {num_gpus}"
             )
         device = torch.device("cuda", int(place.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
 
-    # torch 2.11 may crash where threads send in several groups and its flight recorder notes it.
-    if torch.__version__.startswith("2.11."):
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-    # The watchdog of nccl sleeps four times this between its time-out and the end of the process.
-    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     with naming("the ranks do not meet: to train alone, unset RANK"):
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
 
@@ -114,16 +112,6 @@ def call_on_main(function: Callable[[], Any]) -> Any:
         finally:
             is_over.set()
     return broadcast_object(value)
-
-
-def all_ranks_meet(timeout_s: float) -> bool:
-    """True where every rank calls this within the time, else False."""
-    try:
-        # Made for this: no rank can be in the middle of a collective of it.
-        dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
-    except RuntimeError:
-        return False
-    return True
 
 
 def scatter_objects(values: list[Any] | None) -> Any:
@@ -254,7 +242,7 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
             else:
                 print(f"{who}: {line}{cure}", file=sys.stderr)
             if is_of_ranks and re.search("imed out waiting|timeout caused", text):
-                print(f"error on rank {rank}: another rank has not answered", file=sys.stderr)
+                print(f"{who}: another rank has not answered", file=sys.stderr)
 
     sys.stdout.flush()
     sys.stderr.flush()

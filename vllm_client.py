@@ -6,7 +6,6 @@ Completions come from the server, and weights go to it.
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from enum import Enum
 from itertools import count
 from typing import Any
@@ -16,6 +15,7 @@ import msgspec
 import numpy as np
 import requests
 import torch
+from urllib3.exceptions import HTTPError
 
 from config import UserError
 from rollouts.group import CUT, FOREIGN, Completion
@@ -56,8 +56,8 @@ class UpdateBroken(ServerError):
     """The end of an update that did not come through, at a server that is well."""
 
 
-def completion_of(message: Sampled) -> Completion:
-    """Check a completion that a server sampled.
+def completion_of(message: Sampled, prompt_ids: Any = None) -> Completion:
+    """Check a completion that a server sampled of a prompt.
 
     Raises:
         ServerLost: the server broke the completion off.
@@ -65,36 +65,20 @@ def completion_of(message: Sampled) -> Completion:
     """
     token_ids = torch.from_numpy(np.frombuffer(message.token_ids, "<i4").astype(np.int64))
     logprobs = torch.from_numpy(np.frombuffer(message.logprobs, "<f4").copy())
-    num_tokens = len(token_ids)
-    if num_tokens == 0 or message.finish_reason not in ("stop", *CUT):
-        raise ServerLost(
-            f"a server ended a completion by {message.finish_reason!r} after {num_tokens} tokens"
-        )
-    if len(logprobs) != num_tokens or not logprobs.isfinite().all():
-        raise ValueError(f"of {num_tokens} tokens some log-probs are missing, or no finite numbers")
+    reason = message.finish_reason
+    if reason not in ("stop", *CUT):
+        raise ServerLost(f"a server ended a completion by {reason!r}")
+    if not logprobs.isfinite().all():
+        raise ValueError("some log-probs are no finite numbers")
 
-    spans = message.weight_versions
-    misfit = ValueError(f"of {num_tokens} tokens some have no weight version, or several: {spans}")
-    versions = np.empty(num_tokens, np.int64)  # cheaper to start than torch, for so few
+    versions = np.empty(len(token_ids), np.int64)  # cheaper to start than torch, for so few
     num_known = 0
-    for name, start, end in spans:
-        if not num_known == start <= end <= num_tokens:
-            raise misfit
-        versions[start:end] = int(name) if name.isdecimal() else FOREIGN
-        num_known = end
-    if num_known < num_tokens:
-        raise misfit
-    return Completion(token_ids, logprobs, message.finish_reason, versions)
-
-
-def _session() -> requests.Session:
-    """The settings of a request, which has a connection of its own: servers come and go."""
-    session = requests.Session()
-    session.trust_env = False  # no proxy in between
-    session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
-    if api_token():
-        session.headers["Authorization"] = f"Bearer {api_token()}"
-    return session
+    for name, start, end in message.weight_versions:
+        if start == num_known and end <= len(versions):
+            versions[start:end] = int(name) if name.isdecimal() else FOREIGN
+            num_known = end
+    # It refuses columns of several lengths.
+    return Completion(token_ids, logprobs, reason, versions[:num_known], prompt_ids=prompt_ids)
 
 
 class State(Enum):
@@ -111,12 +95,10 @@ class Server:
     A recipe's `rollout_fn` gets it, and uses `generate` and the model's `tokenizer`.
     """
 
-    takes_weights = True
-
     def __init__(
         self, url: str, timeout_s: float, tokenizer: Any = None, forbidden: Sequence[int] = ()
     ):
-        self.url = url.rstrip("/")
+        self.url = url
         self.timeout_s = timeout_s  # of a request, if the caller names none
         self.tokenizer = tokenizer
         self.forbidden = forbidden  # tokens that are never sampled
@@ -157,13 +139,19 @@ class Server:
             except (requests.RequestException, msgspec.MsgspecError) as error:
                 raise ServerLost(f"{self.url}{path} failed: {error!r}") from error
 
-    def _open(self, path: str, body: Any, timeout_s: Any) -> requests.Response:
-        """An answer that may still be coming."""
+    def _open(self, path: str, body: Any = None, timeout_s: Any = None) -> requests.Response:
+        """An answer that may still be coming, over a connection of its own: servers come and go."""
+        session = requests.Session()
+        session.trust_env = False  # no proxy in between
+        session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
+        session.headers["Content-Type"] = "application/json"
+        if api_token():
+            session.headers["Authorization"] = f"Bearer {api_token()}"
         try:
-            reply = _session().post(
+            reply = session.request(
+                "POST" if body else "GET",
                 self.url + path,
-                msgspec.json.encode(body),
-                headers={"Content-Type": "application/json"},
+                data=body and msgspec.json.encode(body),
                 timeout=timeout_s or self.timeout_s,
                 stream=True,
             )
@@ -179,8 +167,9 @@ class Server:
 
     def answers(self) -> bool:
         """Ask whether the server calls itself healthy."""
-        with suppress(requests.RequestException):
-            return _session().get(f"{self.url}/health", timeout=5).ok
+        with suppress(ServerError):
+            self._open("/health", timeout_s=5).close()
+            return True
         return False
 
     # -- completions -------------------------------------------------------------------------------
@@ -216,8 +205,6 @@ class Server:
             request.images = images.urls
 
         messages = self.post("/sample", request, list[Sampled], timeout_s)
-        if len(messages) != sampling.get("n", 1):
-            raise ServerLost(f"{self.url} answered {len(messages)} completions")
         expanded_ids = np.frombuffer(messages[0].prompt_token_ids, "<i4").tolist()
         if images and expanded_ids != prompt_ids:
             raise ServerError(
@@ -225,12 +212,11 @@ class Server:
                 " or others of the same number: do both process images alike "
                 "(--mm-processor-kwargs)?"
             )
+        own_prompt = torch.tensor(prompt_ids)
         try:
-            completions = [completion_of(message) for message in messages]
+            return [completion_of(message, own_prompt) for message in messages]
         except ValueError as error:
             raise ServerLost(f"{self.url}: {error}") from error
-        own_prompt = torch.tensor(prompt_ids)
-        return [replace(completion, prompt_ids=own_prompt) for completion in completions]
 
     def _sampling_params(self, sampling: dict[str, Any]) -> dict[str, Any]:
         """The caller's parameters, for completions with log-probs and no forbidden token."""
@@ -258,16 +244,15 @@ class Server:
         tried = self._sampling_params(sampling) if sampling else {}
         request = ConnectRequest(trainer, temperature, tried)
         reply = self._open("/connect", request, CONTROL_TIMEOUT_S)
-        lines = reply.iter_lines(1)  # to a trainer the second never comes
-        try:
-            self.about = msgspec.json.decode(next(lines, b""), type=About)
-        except (requests.RequestException, msgspec.MsgspecError) as error:
+        try:  # to a trainer more never comes
+            self.about = msgspec.json.decode(reply.raw.readline(), type=About)
+        except (HTTPError, msgspec.MsgspecError) as error:
             reply.close()
             raise ServerLost(
                 f"{self.url} does not speak as a vllm_server.py of this version: {error}"
             ) from error
         self.disconnect()
-        self.connection = reply, lines  # whose end would close the reply
+        self.connection = reply
         if trainer:
             self.address = address_towards(urlsplit(self.url).hostname)
             self.version = -1
@@ -275,10 +260,9 @@ class Server:
 
     def disconnect(self) -> None:
         """Let the server go, which other trainers may take then."""
-        connection = self.connection
+        if self.connection:
+            self.connection.close()
         self.connection = None
-        if connection:
-            connection[0].close()
 
     def update(self, version: int, meeting: Meeting) -> None:
         """Let the server take an update from a group, and sample on as `version`.
@@ -290,8 +274,8 @@ class Server:
             ServerError: the server could not load it, or gives no answer.
         """
         request = UpdateRequest(TRAINER, str(version), meeting)
-        updated = self.post("/update", request, Updated, meeting.timeout_s + ANSWER_TIMEOUT_S)
-        self.paused_s = updated.paused_s
+        timeout_s = meeting.timeout_s + ANSWER_TIMEOUT_S
+        self.paused_s = self.post("/update", request, Updated, timeout_s).paused_s
 
     def give_up_update(self) -> None:
         """Let the server give up the update that it takes.

@@ -41,9 +41,10 @@ from vllm.utils import cpu_resource_utils, torch_utils
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched import output
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore
 
 from server.app import RolloutServer
-from server.whole import keep_tokens
+from server.whole import attach_and_keep, send_and_set
 
 DEFAULTS = {  # ours, in place of vLLM's
     # The model's own sampling defaults would silently change the policy.
@@ -57,7 +58,7 @@ CPU_DEFAULTS = {
     "dtype": "float32",
     "max_model_len": -1,  # as memory allows
     "max_num_seqs": 256,
-    "enforce_eager": None,  # `share_cpu` sets it
+    "enforce_eager": True,
     "gpu_memory_utilization": 1e-9,  # `share_cpu` sets a size of the cache in its place
     # Completions share whole blocks alone: of 128, shorter prompts would have none.
     "block_size": 32,
@@ -71,39 +72,39 @@ SILENCE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT:
 # Let vLLM's V1 runner have all images: it gets none that cached prefixes cover, but needs them when
 # an update makes the K/V anew.
 output.strip_covered_mm_data = lambda mm_features, *_, **__: mm_features
-keep_tokens()
+engine_core: Any = EngineCore
+engine_core._attach_weight_version = attach_and_keep
+engine_core.set_weight_version = send_and_set
 # vLLM's engine, or a worker: it would outlive a server that is killed.
 if __name__ == "__mp_main__":
     die_with(os.getppid())
 
 
-def share_cpu(args: Any, parser: Any) -> None:
+def share_cpu(args: Any) -> None:
     """Make room for a trainer by options that the user left open.
 
     The options chosen are printed.
     """
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    given |= {name for name, value in os.environ.items() if value}
-    if args.enforce_eager is None:
-        args.enforce_eager = not given & {"compilation_config", "optimization_level"}
-    if not given & {"gpu_memory_utilization", "kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE"}:
+    has_share = args.gpu_memory_utilization != CPU_DEFAULTS["gpu_memory_utilization"]
+    has_size = args.kv_cache_memory_bytes or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if not has_share and not has_size:
         available = cpu_resource_utils.get_memory_node_info().available_memory
         args.kv_cache_memory_bytes = min(4 << 30, available // 8)
 
-    has_workers = any("parallel_size" in name or name.endswith("THREADS_BIND") for name in given)
+    has_binding = bool(os.environ.get("VLLM_CPU_OMP_THREADS_BIND"))
     chosen = {
         "OMP_NUM_THREADS": str(max(1, torch_utils.available_cpu_count() // 2)),
         "VLLM_LOGGING_LEVEL": "ERROR",
         # Or the sampler compiles itself for many batch sizes.
         "TORCHDYNAMO_DISABLE": f"{args.enforce_eager:d}",
-        # Else one process: waiting for two takes a core.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": f"{has_workers:d}",
+        # A single worker is in the engine's process, as waiting for two takes a core; but only in
+        # one of its own does vLLM bind threads.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": f"{has_binding:d}",
     }
     os.environ.update(chosen | os.environ)
-    variables = " ".join(f"{name}={os.environ[name]}" for name in chosen)
     print(
         f"loading {args.model} on the CPU: --dtype {args.dtype} --kv-cache-memory-bytes "
-        f"{args.kv_cache_memory_bytes} {variables}",
+        f"{args.kv_cache_memory_bytes}, {os.environ['OMP_NUM_THREADS']} threads",
         flush=True,
     )
 
@@ -123,7 +124,6 @@ def options(argv: list[str]) -> Any:
     if current_platform.is_cpu():
         parser.set_defaults(**CPU_DEFAULTS)
     add = parser.add_argument
-    add("model_tag", nargs="?", help="the model, as --model")
     add("--host", default="127.0.0.1", help="the address to listen at")
     add("--port", type=int, default=8000)
     add("--ssl-keyfile", help="the key's file, to serve HTTPS")
@@ -147,11 +147,10 @@ def options(argv: list[str]) -> Any:
             f"--host {args.host} is reachable from outside: set VLLM_API_KEY, "
             "here and at the trainer"
         )
-    args.model = args.model_tag or args.model
     if Path(args.model).is_dir():
         args.model = str(Path(args.model).resolve())  # which trainers compare
     if current_platform.is_cpu():
-        share_cpu(args, parser)
+        share_cpu(args)
     return args
 
 
@@ -163,10 +162,8 @@ async def serve(args: Any, listener: socket.socket) -> None:
             RolloutServer(engine, args).app, log_level="warning", timeout_graceful_shutdown=1,
             ws="none", lifespan="off", ssl_keyfile=args.ssl_keyfile, ssl_certfile=args.ssl_certfile,
         )  # fmt: skip
-        scheme = "https" if args.ssl_certfile else "http"
-        host = f"[{args.host}]" if ":" in args.host else args.host
         max_len = engine.vllm_config.model_config.max_model_len
-        print(f"serving at {scheme}://{host}:{args.port}, up to {max_len} tokens", flush=True)
+        print(f"serving at {args.host} port {args.port}, up to {max_len} tokens", flush=True)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not serving.done():  # the process ends with its engine

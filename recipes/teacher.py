@@ -61,6 +61,7 @@ class Teacher:
         theirs = replace(
             config, vllm_urls=self.urls, model_id=self.model_id or config.model_id, parts=[],
             top_k=None, sampling_params=None,  # as nothing is sampled there
+            base_4bit=False,  # it is no adapter's base
         )  # fmt: skip
         kind = partial(ReferenceServer, temperature=config.temperature)
         longest = rope_limit(load_model_config(theirs)[0])
@@ -90,8 +91,6 @@ class Teacher:
 
 class ReferenceServer(Server):
     """A server of the reference, for log-probs at a temperature."""
-
-    takes_weights = False
 
     def __init__(self, url, temperature, **others):
         super().__init__(url, **others)

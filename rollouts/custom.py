@@ -107,7 +107,7 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
     placeholders = torch.tensor(forbidden, dtype=torch.int64)
     for pairs in completions:
         rows = [[pair] for pair in pairs]
-        if config.weighs_whole_completions:
+        if config.loss_needs_completions:
             rows = [pairs]
         for row in rows:
             # A position predicts the next token, so a row has one fewer than tokens.

@@ -64,22 +64,18 @@ class Proofs:
         with ThreadPoolExecutor(64) as threads:
             probes = call_on_main(lambda: list(threads.map(self._probe, servers)))
 
-        failures = []
-        faults = []
+        failures: dict[str, str] = {}  # by the servers' addresses
         # LoRA's dropout would differ from the server, and move the random state of the step.
         with evaluating(self.policy):
             for url, completions, failure in probes:  # every rank takes part in every forward
-                if completions:
-                    failure = self._difference(completions)
-                failures.append(failure)
-                if failure:
-                    faults.append(f"{url}: {failure}")
+                failures[url] = self._difference(completions) if completions else failure
 
+        faults = [f"{url}: {failure}" for url, failure in failures.items() if failure]
         if is_first and faults:
             raise ServerError("; ".join(faults))
-        for server, failure in zip(servers, failures, strict=False):  # other ranks have no servers
-            if failure:
-                self.pool.lose(server, failure)
+        for server in servers:
+            if failures[server.url]:
+                self.pool.lose(server, failures[server.url])
             elif server.state is State.WAITING and server.version == self.version:
                 self.pool.admit(server)  # one that was lost meanwhile may be back without weights
 
@@ -98,10 +94,11 @@ class Proofs:
             "temperature": self.config.temperature,
         }
         is_serving = server.state is State.SERVING
+        timeout_s = ANSWER_TIMEOUT_S if is_serving else CONTROL_TIMEOUT_S
         try:
             completions = server.generate(
                 self.prompt.token_ids, sampling, self.prompt.images,
-                timeout_s=ANSWER_TIMEOUT_S if is_serving else CONTROL_TIMEOUT_S, priority=-1,
+                timeout_s=timeout_s, priority=-1,
             )  # fmt: skip
         except ServerError as error:
             # Those who ask it for groups notice, too, that it is lost; else it is busy.

@@ -60,8 +60,6 @@ class Rollouts:
         self.version = -1  # of the policy that was published last
         self.proofs: Any = None  # of servers against that policy
         before = resumed or {"num_tokens": 0, "step": 0, "open": [], "next": 0, "history": {}}
-        if "next" not in before:
-            raise UserError("resume_from_checkpoint: it is of an earlier version of this trainer")
         self.num_tokens = before["num_tokens"]  # that were trained, prompts included
         self.run: Any = None  # on rank 0
         self.pool: Any = None  # on rank 0
@@ -70,9 +68,7 @@ class Rollouts:
         opened: Any = call_on_main(partial(self._open, before, gpus))
         # An adapter is sent alone, where servers take it; they may sleep while the trainer trains.
         self.num_steps, self.probe_prompt, self.sends_adapter, self.servers_sleep = opened
-        self.example: Prompt | None = None
-        if self.probe_prompt.images:
-            self.example = self.probe_prompt
+        self.example = self.probe_prompt if self.probe_prompt.images else None
         self._restart_clocks()
 
     def _open(

@@ -8,7 +8,7 @@ from datetime import datetime
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from config import TrainConfig, UserError
+from config import TrainConfig
 from prefix_attention import rope_limit
 from rollouts import data
 from rollouts.group import Group, Prompt, RolloutFailed
@@ -77,26 +77,10 @@ class Run:
 
 def check_packages(config: TrainConfig) -> None:
     """Raise a UserError where a package that the config needs cannot be imported."""
-    for field_name, package in PACKAGES.items():
-        if not getattr(config, field_name):
-            continue
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise UserError(
-                f"{field_name} needs {package}: pip install {package} ({error})"
-            ) from None
-
-
-def check_saving(processor: Any, model_config: Any) -> None:
-    """Save the processor and the model's configuration once, as each checkpoint does.
-
-    Raises:
-        UserError: one of them cannot be saved, as else the end of the training would tell.
-    """
-    with TemporaryDirectory() as folder, naming("model_id: its checkpoints could not be saved"):
-        model_config.save_pretrained(folder)
-        processor.save_pretrained(folder)
+    for name, package in PACKAGES.items():
+        if getattr(config, name):
+            with naming(f"{name} needs {package}: pip install {package}"):
+                importlib.import_module(package)
 
 
 def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
@@ -108,8 +92,11 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     check_packages(config)
     processor = load_processor(config)
     hold_date(processor, before.setdefault("began", datetime.now().isoformat()))
-    model_config, _ = load_model_config(config)
-    check_saving(processor, model_config)
+    model_config = load_model_config(config)[0]
+    # As each checkpoint does; else the end of the training would tell.
+    with TemporaryDirectory() as folder, naming("model_id: its checkpoints could not be saved"):
+        model_config.save_pretrained(folder)
+        processor.save_pretrained(folder)
     pool = ServerPool(
         config,
         tokenizer_of(processor),
@@ -121,12 +108,9 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     held_out = data.load_sets("eval_dataset_id", "test", processor, config)
     for found in (prompts, *held_out.values()):
         data.check_vocabulary(found, processor, model_config)
-    limits = {
-        "max_tokens_per_gpu": config.max_tokens_per_gpu,
-        "the servers' --max-model-len": pool.wait_until_ready(sampling_params(config)),
-    }
-    limit = min(limits, key=limits.__getitem__)
-    max_len = limits[limit] - config.max_completion_len
+    longest = min(config.max_tokens_per_gpu, pool.wait_until_ready(sampling_params(config)))
+    max_len = longest - config.max_completion_len
+    limit = "max_tokens_per_gpu, or the servers' --max-model-len"
     prompts = data.leave_out_long(prompts, max_len, config, "dataset_id", limit)
     for name, found in held_out.items():
         held_out[name] = data.leave_out_long(

@@ -42,7 +42,10 @@ def sample_group(
         group.prompt = with_images(group.prompt, processor, config)
     sampling = sampling_params(config) | instead
     if config.max_staleness == 0 and not config.rollout_fn:
-        sampling.setdefault("seed", group_seed(group, sampling["n"], config))
+        # vLLM samples completion i with seed + i, and takes 63 bits. So the seeds of two groups are
+        # twice as far apart as they have completions, and those of two runs 2^40.
+        seed = (config.seed << 40) + group.id * 2 * sampling["n"]
+        sampling.setdefault("seed", seed % 2**63)
 
     def ask(server: Server) -> None:
         group.started_version = server.version
@@ -65,15 +68,6 @@ def sample_group(
 
     on_one_server(group, pool, ask)
     group.sampled_s = time.monotonic()
-
-
-def group_seed(group: Group, num_generations: int, config: TrainConfig) -> int:
-    """The seed of a group's request, for runs that can be repeated.
-
-    vLLM samples completion i with seed + i, and takes 63 bits. So the seeds of two groups are at
-    least `num_generations` apart (twice that, in fact), and those of two runs 2^40.
-    """
-    return ((config.seed << 40) + group.id * 2 * num_generations) % 2**63
 
 
 def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> Any:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +196,6 @@ class Scorer:
         self.failures = Failures("rewards", config)
         self._calls = CallPool(config.reward_workers)
         self.close = self._calls.close
-        self._say_once = cache(print)
 
     def score(self, group: Group) -> None:
         """Fill in a group's texts and rewards.
@@ -236,11 +234,7 @@ class Scorer:
         where = f"reward {function.__name__} on {group.prompt.where}"
         arguments = dict(columns)
         for name in required(function):
-            if name not in columns:
-                self._say_once(
-                    f"reward {function.__name__} gets {name}=None: no info of some group has {name}"
-                )
-                arguments[name] = [None] * num
+            arguments.setdefault(name, [None] * num)
 
         row = self.failures.begin(function.__name__)
         try:

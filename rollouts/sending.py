@@ -2,11 +2,13 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, wait
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from ipaddress import ip_address
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,8 +18,7 @@ from torch.distributed import TCPStore
 
 from vllm_client import ANSWER_TIMEOUT_S, Server, ServerError, ServerLost, UpdateBroken
 from weights.group import Meeting, WeightGroup, gpu_of, packed
-
-POLL_S = 2e-4  # between looks at what servers do
+from weights.publish import buckets
 
 
 class Sender:
@@ -41,28 +42,84 @@ class Sender:
         self._timeout_s = timeout_s
         self._threads = threads
         self._connections: list[Any] = []  # by which the group's servers are this trainer's
-        self._meetings: dict[Server, Meeting] = {}
+        self._meeting: Any = None  # of the group
         self._group: Any = None  # the Future of a WeightGroup
 
-    def begin(self, servers: list[Server], version: int) -> None:
-        """Let servers take an update, up to an empty bucket."""
-        self._error: BaseException | None = None
-        self._is_whole = False  # the trainer has no more of it
-        self._ends_s = time.monotonic() + self._timeout_s + 1  # the group's own error comes first
-        connections = [server.connection for server in servers]
-        if servers and connections != self._connections:
-            self.leave()
-            self._group = self._threads.submit(self._invite(servers))
-            self._connections = connections
-        self._sending = self._group  # what is on its way: members that meet, then each bucket
-        self._replies: dict[Server, Future[None]] = {}
-        for server in servers:
-            self._replies[server] = self._threads.submit(
-                server.update, version, self._meetings[server]
-            )
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]], servers: list[Server], version: int
+    ) -> dict[Server, BaseException | None]:
+        """Send a policy, and wait until servers sample from it; the weights are read to the end.
 
-    def _invite(self, servers: list[Server]) -> Callable[[], WeightGroup]:
-        """Make a place for a group, and note it for each of the servers; returns how to meet."""
+        After an error servers are told to give it up.
+
+        Returns:
+            None for each server that has it, else the reason: UpdateBroken for a server that is
+            well, and takes the next one.
+        """
+        if not servers:
+            for _ in weights:  # which other ranks gather, too
+                pass
+            return {}
+        ends_s = time.monotonic() + self._timeout_s + 1  # the group's own error comes first
+        self._meet(servers)
+        replies: dict[Server, Future[None]] = {}
+        rank = 1
+        for server in servers:
+            meeting = replace(self._meeting, first_rank=rank)
+            replies[server] = self._threads.submit(server.update, version, meeting)
+            rank += len(server.about.gpus)
+        dtypes = [getattr(torch, server.about.dtype) for server in servers]
+        dtypes.sort(key=attrgetter("itemsize"))
+
+        error: BaseException | None = None
+        sending = self._group  # what is on its way: members that meet, then each bucket
+        # It travels while the trainer gathers the next one; an empty one is the last.
+        for bucket in chain(buckets(weights), [{}]):
+            error = error or self._error_of([*replies.values(), sending], ends_s)
+            if not error:
+                message: Any = packed(bucket, self._device, dtypes[-1])
+                sending = self._threads.submit(self._group.result().send, *message)
+        if not error:
+            wait([*replies.values(), sending], ends_s + ANSWER_TIMEOUT_S - time.monotonic())
+        return self._failures(replies, error)
+
+    def _failures(
+        self, replies: dict[Server, Future[None]], error: BaseException | None
+    ) -> dict[Server, BaseException | None]:
+        """Let servers give up an update that broke off; returns why each has it not."""
+
+        def give_up(server: Server) -> None:
+            ends_s = time.monotonic() + self._timeout_s  # of its own wait for what still comes
+            while not replies[server].done() and time.monotonic() < ends_s:
+                with suppress(ServerError):  # it is busy, or a worker hangs
+                    server.give_up_update()
+                wait([replies[server]], 1)  # or what it should give up is still on its way
+
+        if error:
+            print(f"an update broke off: {error}")
+            self.leave()  # or those that are well would wait for this member
+            list(self._threads.map(give_up, replies))
+
+        failures: dict[Server, BaseException | None] = {}
+        for server, reply in replies.items():
+            late = ServerLost("it has not ended an update in time")
+            failures[server] = reply.exception() if reply.done() else late
+        if any(failures.values()):
+            self.leave()
+        if all(isinstance(failure, UpdateBroken) for failure in failures.values()):
+            # Who is to blame, nobody knows. The first may go on without the others: perhaps they
+            # have no way to each other.
+            for server in list(replies)[1:] or replies:
+                failures[server] = ServerLost(str(failures[server]))
+        return failures
+
+    def _meet(self, servers: list[Server]) -> None:
+        """Begin to meet servers in a new group, unless all of them are in the last one."""
+        connections = [server.connection for server in servers]
+        if connections == self._connections:
+            return
+        self.leave()
+        self._connections = connections
         # The one that all can reach, if some servers are here and some are not.
         addresses = [server.address for server in servers]
         host = min(addresses, key=lambda address: ip_address(address).is_loopback)
@@ -79,87 +136,22 @@ class Sender:
         elif own and {None, own, *self._gpus}.isdisjoint(gpus) and len(set(gpus)) == len(gpus):
             backend = "nccl"  # each has a GPU of its own
         secret = os.urandom(16).hex()
-        meeting = Meeting(host, store.port, secret, backend, 1 + len(gpus), 1, self._timeout_s)
-        rank = 1
-        for server in servers:
-            self._meetings[server] = replace(meeting, first_rank=rank)
-            rank += len(server.about.gpus)
+        self._meeting = Meeting(
+            host, store.port, secret, backend, 1 + len(gpus), 1, self._timeout_s
+        )
         names = ", ".join(server.url for server in servers)
         print(f"weights go to {names} over {backend}")
-        return partial(WeightGroup, meeting, 0, self._device, store)
+        self._group = self._threads.submit(WeightGroup, self._meeting, 0, self._device, store)
 
-    def send(self, tensors: dict[str, Tensor]) -> None:
-        """Send named tensors, while the caller gathers the next; none end the update.
-
-        Each call waits until those of the last one have gone off. After an error it does nothing.
-        """
-        self._wait()
-        self._is_whole = not tensors
-        if self._error or not self._replies:
-            return
-        dtypes = [getattr(torch, server.about.dtype) for server in self._replies]
-        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        entries, buffer = packed(tensors, self._device, widest)
-        self._sending = self._threads.submit(self._group.result().send, entries, buffer)
-
-    def _wait(self) -> None:
-        """Wait for what is on its way; note the error by which the update breaks off, if any."""
-        while self._replies and not self._error:
-            for work in (*self._replies.values(), self._sending):
-                if work.done():
-                    self._error = self._error or work.exception()
-            if self._sending.done():
-                return
-            if time.monotonic() > self._ends_s:
-                late = TimeoutError(f"it took longer than sync_timeout, {self._timeout_s:.0f} s")
-                self._error = self._error or late
-            time.sleep(POLL_S)
-
-    def end(self) -> dict[Server, BaseException | None]:
-        """Wait until servers sample from the update; one that is not whole is given up.
-
-        Returns:
-            None for each server that has it, else the reason: UpdateBroken for a server that is
-            well, and takes the next one.
-        """
-        self._wait()
-        if not self._is_whole:
-            self._error = self._error or RuntimeError("the trainer has no more of it")
-        if self._error:
-            print(f"an update broke off: {self._error}")
-            self.leave()  # or those that are well would wait for this member
-        servers = list(self._replies)
-        found = list(self._threads.map(self._failure_of, servers))
-        failures = dict(zip(servers, found, strict=True))
-        if any(found):
-            self.leave()
-        if all(isinstance(failure, UpdateBroken) for failure in found):
-            # Who is to blame, nobody knows. The first may go on without the others: perhaps they
-            # have no way to each other.
-            for server in servers[1:] or servers:
-                failures[server] = ServerLost(str(failures[server]))
-        return failures
-
-    def _failure_of(self, server: Server) -> BaseException | None:
-        """Wait until a server has the update, or, where that broke off, has given it up.
-
-        Returns:
-            Why it has not the update.
-        """
-        reply = self._replies[server]
-        try:
-            if not self._error:
-                return reply.exception(self._ends_s + ANSWER_TIMEOUT_S - time.monotonic())
-            while not reply.done():
-                server.give_up_update()
-                wait([reply], 1)  # or what it should give up is still on its way
-        except TimeoutError:
-            return ServerLost("it took longer than sync_timeout to load the last weights")
-        except ServerError as lost:
-            return lost
-        if isinstance(reply.exception(), UpdateBroken):
-            return UpdateBroken(f"an update broke off: {self._error}")
-        return reply.exception()
+    def _error_of(self, works: list[Future[Any]], ends_s: float) -> BaseException | None:
+        """Wait until the last work is over; returns the error by which the update breaks off."""
+        wait(works, ends_s - time.monotonic(), FIRST_COMPLETED)
+        for work in works:
+            if work.done() and work.exception():
+                return work.exception()
+        if not works[-1].done():
+            return TimeoutError(f"it took longer than sync_timeout, {self._timeout_s:.0f} s")
+        return None
 
     def leave(self) -> None:
         """Leave the group: members that wait for this one get an error."""

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -28,7 +26,6 @@ from vllm_client import (
     State,
     UpdateBroken,
 )  # fmt: skip
-from weights.publish import buckets
 
 PROBE_S = 1.0  # between questions to a lost server, doubled at each of its losses
 MOST_DOUBLED = 8  # times
@@ -45,14 +42,14 @@ def server_urls(config: TrainConfig) -> list[str]:
     with naming(f"vllm_urls={','.join(config.vllm_urls)}"):
         urls: list[str] = []
         for word in config.vllm_urls:
-            is_file = word.startswith("@")
-            urls += Path(word[1:]).expanduser().read_text().split() if is_file else [word]
-        urls = [url.rstrip("/") for url in urls]
-
+            if word.startswith("@"):
+                urls += Path(word[1:]).expanduser().read_text().split()
+            else:
+                urls.append(word)
         wrong = [url for url in urls if not re.match(ADDRESS, url)]
         if wrong or (config.vllm_urls and not urls):
             raise ValueError(f"it needs lines of http://host:port, and has {wrong or 'none'}")
-    return list(dict.fromkeys(urls))
+    return list(dict.fromkeys(url.rstrip("/") for url in urls))
 
 
 class ServerPool:
@@ -93,7 +90,6 @@ class ServerPool:
         self._updating = threading.Lock()
         self._sender: Any = None  # of updates, once it is connected
 
-        self._all_lost_s = math.inf  # when the last server was lost
         self._idle_s = 0.0  # of a mean server, without groups in flight, since it was asked for
         self._counted_s = time.monotonic()  # until when it is counted
         self._say_once = cache(print)  # what is tried again and again
@@ -119,7 +115,7 @@ class ServerPool:
         """
         deadline_s = time.monotonic() + self.config.server_timeout
         for server in self.servers:
-            hint = self._how_to_start(server)
+            hint = f"`python vllm_server.py --model {self.config.model_id}`"
             while not server.about:
                 try:
                     server.connect(sampling=sampling)
@@ -137,10 +133,6 @@ class ServerPool:
         for server in self.servers:
             self._check(server)
         return self._longest
-
-    def _how_to_start(self, server: Server) -> str:
-        port = urlsplit(server.url).port or 80
-        return f"`python vllm_server.py --model {self.config.model_id} --port {port}`"
 
     def connect(self, device: torch.device, gpus: Sequence[str | None] = ()) -> None:
         """Connect all servers, and watch for lost servers to take back.
@@ -168,7 +160,6 @@ class ServerPool:
         ours = Path(config.model_id).resolve()  # which may be a relative path
         served = [Path(name).resolve() for name in about.names]
         takes_adapter = about.lora_rank > 0
-        is_4bit = config.base_4bit and server.takes_weights
         options = " ".join(lora_options(config.lora_rank))
         faults = {
             f"serves {about.names[0]}: restart it with --model {config.model_id}": (
@@ -180,13 +171,13 @@ class ServerPool:
             "takes long texts, and so all by other rope factors than the trainer: "
             f"give it --max-model-len {self._rope_limit}": about.max_model_len > self._rope_limit,
             "serves the model itself, and not what scripts/dequantize.py makes of it": (
-                is_4bit and ours == served[0]
+                config.base_4bit and ours == served[0]
             ),
             f"takes whole weights, and base_4bit has none: give it {options}": (
-                is_4bit and not takes_adapter
+                config.base_4bit and not takes_adapter
             ),
             "differs from others in --enable-lora: give it to all, or to none": (
-                takes_adapter != self.sends_adapter and server.takes_weights
+                takes_adapter != self.sends_adapter
             ),
             "takes adapters alone: start it without --enable-lora, or set use_peft": (
                 takes_adapter and not config.use_peft
@@ -213,6 +204,7 @@ class ServerPool:
         Raises:
             ServerError: the run has ended, or no server came back in time.
         """
+        lost_s = time.monotonic()  # when a server was seen last
         with self._slots:
             while True:
                 server = min(self.serving, key=lambda server: server.in_flight, default=None)
@@ -222,14 +214,16 @@ class ServerPool:
                     raise ServerError("the run has ended")
                 if not self.servers:
                     raise ServerError("vllm_urls names no server, and a group asks for one")
-                gives_up_s = self._all_lost_s + self.config.server_timeout
-                if not self.returned and time.monotonic() > gives_up_s:
+                if server:
+                    lost_s = time.monotonic()
+                elapsed_s = time.monotonic() - lost_s
+                if elapsed_s > self.config.server_timeout and not self.returned:
                     why = "; ".join(server.why_out for server in self.servers)
                     raise ServerError(
                         f"no rollout server is left: {why}; "
                         "start one, and go on with --resume_from_checkpoint auto"
                     )
-                self._slots.wait(10)
+                self._slots.wait(1)
             self._count_idle()
             server.in_flight += 1
         try:
@@ -279,21 +273,15 @@ class ServerPool:
         with self._slots:
             if server.state is State.LOST:
                 return
-            server.state = State.LOST
             print(f"{server.url} is left out for now: {error}")
-            self._retry_later(server, error)
+            server.state = State.LOST
+            server.why_out = str(error)
+            # One that comes and goes should cost little.
+            server.retry_s = time.monotonic() + PROBE_S * 2 ** min(server.num_losses, MOST_DOUBLED)
+            server.num_losses += 1
             if not self.serving and not self.returned:
-                self._all_lost_s = min(self._all_lost_s, time.monotonic())
-                print(
-                    "no rollout server is left: waiting "
-                    f"{self.config.server_timeout:.0f} s for one ({self._how_to_start(server)})"
-                )
-
-    def _retry_later(self, server: Server, reason: object) -> None:
-        """Ask a lost server later at each loss: one that comes and goes should cost little."""
-        server.why_out = str(reason)
-        server.retry_s = time.monotonic() + PROBE_S * 2 ** min(server.num_losses, MOST_DOUBLED)
-        server.num_losses += 1
+                timeout_s = self.config.server_timeout
+                print(f"no rollout server is left: waiting {timeout_s:.0f} s for one")
 
     def admit(self, server: Server) -> None:
         """Let a server serve.
@@ -302,7 +290,6 @@ class ServerPool:
         """
         with self._slots:
             server.state = State.SERVING
-            self._all_lost_s = math.inf
             self._slots.notify_all()
         if server.num_losses:
             print(f"{server.url} is back")
@@ -329,11 +316,11 @@ class ServerPool:
             server.connect(TRAINER)
             if self._is_closed.is_set() or server not in self.servers:  # meanwhile
                 server.disconnect()
-        except ServerLost:
-            server.retry_s = 0.0  # it is not there yet
         except Exception as error:  # any, or nobody would be told
-            self._say_once(f"{server.url} answers again, but stays left out: {error}")
-            self._retry_later(server, error)
+            server.retry_s = 0.0
+            if not isinstance(error, ServerLost):  # it is there
+                server.why_out = str(error)
+                self._say_once(f"{server.url} answers again, but stays left out: {error}")
 
     def _read_list(self) -> None:
         """Read the files of addresses: take in new servers, drop unlisted servers."""
@@ -343,10 +330,6 @@ class ServerPool:
             self._say_once(f"the servers stay as they are: {error}")
             return
         known = {server.url: server for server in self.servers}
-        if urls == list(known):
-            return
-
-        print(f"{self.config.vllm_urls} names {len(urls)} servers now")
         self.servers = [known.get(url) or self._make_server(url) for url in urls]
         for url in known.keys() - urls:  # they finish what they have in flight
             self.lose(known[url], "the list does not name it any more")
@@ -374,21 +357,15 @@ class ServerPool:
             self.sleeps = False
             returned = self.returned
             servers = returned if only_returned else self.serving + returned
-            self._sender.begin(servers, version)
-            try:
-                # One bucket travels while the trainer gathers the next; an empty one is the last.
-                for bucket in chain(buckets(weights), [{}]):
-                    self._sender.send(bucket)
-            finally:
-                failures = self._sender.end()
-                for server, failure in failures.items():
-                    if not failure:
-                        server.version = version
-                    elif not isinstance(failure, UpdateBroken):
-                        self.lose(server, failure)
-                    elif server.state is not State.LOST:  # meanwhile
-                        server.why_out = str(failure)
-                        server.state = State.WAITING
+            failures = self._sender.send(weights, servers, version)
+            for server, failure in failures.items():
+                if not failure:
+                    server.version = version
+                elif not isinstance(failure, UpdateBroken):
+                    self.lose(server, failure)
+                elif server.state is not State.LOST:  # meanwhile
+                    server.why_out = str(failure)
+                    server.state = State.WAITING
             self.version = version
             return [server for server in returned if server.version == version]
 
@@ -415,8 +392,6 @@ class ServerPool:
         """Leave the servers, and drop all that still waits."""
         self._is_closed.set()
         self._control.shutdown(wait=False, cancel_futures=True)
-        with self._slots:
-            self._slots.notify_all()
         if self._sender:
             self._sender.leave()
         for server in self.servers:

@@ -76,7 +76,16 @@ class GroupStream:
         """Fill groups until one is of use, in a thread of its own; the others are dropped."""
         try:
             while not self._failure:
-                group = self._admit()
+                with self._admitting:
+                    if not self._waiting:
+                        chosen = self._choose(self._next_number)
+                        with self._changed:
+                            self._waiting += chosen
+                            self._next_number += len(chosen)
+                    with self._changed:
+                        group = self._waiting.popleft()
+                        self._queue.append(group)
+
                 try:
                     self._fill(group)
                     if self.config.drop_zero_advantage and not can_teach(group, self.config):
@@ -104,19 +113,6 @@ class GroupStream:
                     )
         except BaseException as error:
             self.close(error)  # `take` raises it
-
-    def _admit(self) -> Group:
-        """The next group, which is in the queue from now on."""
-        with self._admitting:
-            if not self._waiting:
-                chosen = self._choose(self._next_number)
-                with self._changed:
-                    self._waiting += chosen
-                    self._next_number += len(chosen)
-            with self._changed:
-                group = self._waiting.popleft()
-                self._queue.append(group)
-                return group
 
     def take(self) -> Group | None:
         """Take the next group for the batch; None if it is not there in a second.

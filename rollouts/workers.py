@@ -128,13 +128,8 @@ class _Output(io.FileIO):
     """
 
     def write(self, data: Any) -> int:
-        rest = memoryview(data)
         with suppress(OSError):
-            while len(rest) > 0:  # a signal may cut it short
-                num_written = super().write(rest)
-                if num_written is None:  # it does not wait for its reader
-                    break
-                rest = rest[num_written:]
+            super().write(data)
         return len(data)
 
 

@@ -315,7 +315,7 @@ class Doctor:
         begun_s = min((g.started_s for g in samples[-1]), default=0)
         ends_s = accumulate((g.scored_s for g in samples[-1]), max)
         ends = [end_s - begun_s for end_s in ends_s] or [1.0]
-        waits = config.updates_per_batch > 1 or config.weighs_whole_batch  # for the whole batch
+        waits = config.updates_per_batch > 1 or config.advantages_need_batch  # for the whole batch
         shares = [1.0 if waits else row / num_rows for row in range(1, num_rows + 1)]
         # The next group tells that a row is full.
         rows = []

@@ -35,7 +35,6 @@ METHODS = {
         "_attach_weight_version", "set_weight_version", "pause_scheduler", "collective_rpc",
     ],
     "vllm.v1.engine.output_processor.RequestOutputCollector": ["get"],
-    "vllm.v1.engine.output_processor.OutputProcessor": ["has_unfinished_requests"],
     "vllm.renderers.base.BaseRenderer": ["clear_mm_cache_async", "render_cmpl_async"],
     "vllm.renderers.chat_utils.AsyncMultiModalItemTracker": ["create_parser", "resolve_items"],
     "vllm.lora.lora_model.LoRAModel": ["from_lora_tensors"],
@@ -56,7 +55,7 @@ OPTIONS = [
     "block_size", "enforce_eager", "enable_chunked_prefill", "kv_cache_memory_bytes",
     "gpu_memory_utilization", "max_num_seqs", "enable_sleep_mode", "max_lora_rank",
     "worker_extension_cls", "allowed_media_domains", "disable_log_stats", "scheduling_policy",
-    "served_model_name", "compilation_config", "optimization_level",
+    "served_model_name",
 ]  # fmt: skip
 
 

@@ -1,4 +1,8 @@
-"""The server's routes, on vLLM's engine: a trainer connects, samples and sends its weights."""
+"""The server's routes, on vLLM's engine: a trainer connects, samples and sends its weights.
+
+Completions are ids in, arrays out: vLLM's own route makes an object and 132 bytes of JSON of every
+token, and decodes text that nobody reads.
+"""
 
 import asyncio
 import hmac
@@ -6,33 +10,40 @@ import time
 from collections.abc import AsyncIterator, Callable
 from itertools import chain
 from typing import Any
+from uuid import uuid4
 
 import msgspec
+import numpy as np
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from server.adapter import ADAPTER
 from server.messages import (
     MAX_BODY_BYTES,
     About,
     ConnectRequest,
+    Sampled,
     SampleRequest,
     SleepRequest,
     Updated,
     UpdateRequest,
     api_token,
 )  # fmt: skip
-from server.receiver import COMING, FAILED, GIVEN_UP, LOADED, LOADS_NOW, WHOLE
-from server.sample import abort, begin, replies
+from server.receiver import ADAPTER, BROKEN, COMING
 
 POLL_S = 5e-3  # between looks how far an update is
 # What a request is to blame for; msgpack raises the second and third.
 REFUSALS = (ValueError, OverflowError, TypeError, msgspec.MsgspecError, VLLMClientError)
+
+
+class KnownParams(SamplingParams, forbid_unknown_fields=True):
+    """vLLM's parameters, without others that it would leave out."""
 
 
 class RolloutServer:
@@ -42,40 +53,48 @@ class RolloutServer:
         self.engine = engine
         self.args = args
         self.config = engine.vllm_config
+        self.can_sleep = engine.vllm_config.model_config.enable_sleep_mode
         self.trainer = ""  # that took the server last
         self._connection: Request | None = None  # by which it has it, while that is open
         self._coming: UpdateRequest | None = None  # the last update
         self._changing = asyncio.Lock()  # the weights: one at a time does
         self._adapter: Any = None  # of all completions, after an update
-        routes: list[Any] = [
+        routes = [
             Route("/health", self.health),
-            self._route("/connect", ConnectRequest, self.connect),
-            self._route("/sample", SampleRequest, self.sample),
-            self._route("/update", UpdateRequest, self.update),
-            self._route("/sleep", SleepRequest, self.sleep),
+            self._route("/connect", self.connect, ConnectRequest),
+            self._route("/sample", self.sample, SampleRequest),
+            self._route("/update", self.update, UpdateRequest),
+            self._route("/sleep", self.sleep, SleepRequest),
         ]
         if args.metrics:
-            routes.append(Route("/metrics", lambda _: Response(generate_latest())))
-        app = Starlette(routes=routes)
-        app.router.redirect_slashes = False
-        self.app = Guard(app)
+            routes.append(self._route("/metrics", self.metrics))
+        self.app = Starlette(routes=routes)
 
-    def _route(self, path: str, kind: Any, answer: Callable[[Any, Request], Any]) -> Route:
-        """A route for a JSON of this kind."""
+    def _route(self, path: str, answer: Callable[[Any, Request], Any], kind: Any = None) -> Route:
+        """A route for who has the token: a POST of a JSON of this kind, or a GET without one."""
+        token = f"Bearer {api_token()}".encode()
 
         async def checked(http: Request) -> Response:
+            given = http.headers.get("authorization", "").encode()
+            if api_token() and not hmac.compare_digest(given, token):
+                return refusal(401, "no or a wrong token: set VLLM_API_KEY to the server's")
+            length = int(http.headers.get("content-length", 0))  # which uvicorn has checked
+            if "transfer-encoding" in http.headers or length > MAX_BODY_BYTES:
+                return refusal(413, f"it takes {MAX_BODY_BYTES} bytes, and wants to know how many")
             try:
-                # A web page may send any other type without being asked.
-                if http.headers.get("content-type") != "application/json":
-                    raise ValueError("it takes application/json")
-                request = msgspec.json.decode(await http.body(), type=kind)
+                request = None
+                if kind:
+                    # A web page may send any other type without being asked.
+                    if http.headers.get("content-type") != "application/json":
+                        raise ValueError("it takes application/json")
+                    request = msgspec.json.decode(await http.body(), type=kind)
                 response: Response = await answer(request, http)
                 return response
             except Exception as error:  # whatever vLLM raises: the server goes on
                 status = 400 if isinstance(error, REFUSALS) else 500
                 return refusal(status, f"{type(error).__name__}: {error}")
 
-        return Route(path, checked, methods=["POST"])
+        return Route(path, checked, methods=["POST" if kind else "GET"])
 
     async def _on_workers(self, method: str, *args: Any) -> list[Any]:
         """What a method of `WorkerExtension` returns, of all workers of all engines."""
@@ -89,6 +108,10 @@ class RolloutServer:
         await self.engine.check_health()
         return JSONResponse({})
 
+    async def metrics(self, _: None, __: Request) -> Response:
+        """Statistics of vLLM."""
+        return Response(generate_latest())
+
     # -- /connect ----------------------------------------------------------------------------------
 
     async def connect(self, request: ConnectRequest, http: Request) -> Response:
@@ -100,13 +123,12 @@ class RolloutServer:
             config.model_config.max_model_len,
             str(config.model_config.dtype).removeprefix("torch."),
             lora.max_lora_rank if lora else 0,
-            config.model_config.enable_sleep_mode,
+            self.can_sleep,
         )
         if request.temperature:
             await self._on_workers("become_reference", request.temperature)
         if request.sampling_params:
-            trial = SampleRequest([0], request.sampling_params)
-            await abort(await begin(trial, self.engine, None), self.engine)
+            await self._abort(await self._begin(SampleRequest([0], request.sampling_params)))
         if not request.trainer:
             return Response(msgspec.json.encode(about))
 
@@ -120,24 +142,81 @@ class RolloutServer:
         self._coming = None
         async with self._changing:
             # It may be asleep, or paused in the middle of an update, since an earlier trainer.
-            if config.model_config.enable_sleep_mode:
+            if self.can_sleep:
                 await self.engine.wake_up()
             await self.engine.pause_generation(mode="abort", clear_cache=True)
             # It stays paused until the first update: late requests must not get zeroed weights.
             about.gpus = await self._on_workers("connect")
-        return StreamingResponse(self._held(about))
 
-    async def _held(self, about: About) -> AsyncIterator[bytes]:
-        """Tell about this server, and leave the connection open."""
-        yield msgspec.json.encode(about) + b"\n"
-        await asyncio.Event().wait()  # this is cancelled once the trainer has hung up
+        async def held() -> AsyncIterator[bytes]:
+            yield msgspec.json.encode(about) + b"\n"
+            await asyncio.Event().wait()  # this is cancelled once the trainer has hung up
+
+        return StreamingResponse(held())
 
     # -- /sample -----------------------------------------------------------------------------------
 
     async def sample(self, request: SampleRequest, _: Request) -> Response:
-        """Completions of a prompt."""
-        begun = await begin(request, self.engine, self._adapter)
-        return StreamingResponse(replies(begun, bool(request.images), self.engine))
+        """Answer the completions of a prompt in one piece, once all have ended."""
+        begun = await self._begin(request)
+
+        async def reply() -> AsyncIterator[bytes]:
+            try:
+                output = await begun.get()
+            except BaseException:  # a client that hangs up cancels this
+                await self._abort(begun)
+                raise
+            prompt_ids = output.prompt_token_ids if request.images else []
+            messages = []
+            for completion in output.outputs:
+                message = Sampled(completion.finish_reason)
+                message.token_ids = np.asarray(completion.token_ids, "<i4").tobytes()
+                message.logprobs = floats(completion.logprobs)
+                for span in completion.weight_versions or ():
+                    message.weight_versions.append((span.version, span.start, span.end))
+                message.prompt_token_ids = np.asarray(prompt_ids, "<i4").tobytes()
+                message.prompt_logprobs = floats(output.prompt_logprobs)
+                messages.append(message)
+            yield msgspec.msgpack.encode(messages)
+
+        return StreamingResponse(reply())
+
+    async def _begin(self, request: SampleRequest) -> Any:
+        """Begin completions: whole ones, without a text that nobody reads.
+
+        Returns:
+            vLLM's collector of their outputs.
+
+        Raises:
+            Exception: whatever vLLM raises where it refuses one.
+        """
+        # Without a limit a completion may fill the context; vLLM's own default is 16 tokens.
+        given = {"max_tokens": None, **request.sampling_params}
+        params = msgspec.convert(given, KnownParams, str_keys=True)
+        # Else the engine's encoder fails on them once the request is registered, which then stays.
+        msgspec.msgpack.encode(params)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        params.flat_logprobs = True
+        params.detokenize = bool(params.stop)
+
+        prompt: Any = {"type": "token", "prompt_token_ids": request.token_ids}
+        if request.images:
+            tracker = AsyncMultiModalItemTracker(self.engine.model_config)
+            parser = tracker.create_parser()
+            for url in request.images:
+                parser.parse_image(url, None)
+            images, names = await tracker.resolve_items()
+            prompt = TokensPrompt(prompt_token_ids=request.token_ids, multi_modal_data=images)
+            if names:
+                prompt["multi_modal_uuids"] = names
+            (prompt,) = await self.engine.renderer.render_cmpl_async([prompt])
+        return await self.engine.add_request(
+            uuid4().hex, prompt, params, lora_request=self._adapter, priority=request.priority
+        )
+
+    async def _abort(self, begun: Any) -> None:
+        """Abort completions, also where this task is cancelled again."""
+        await asyncio.shield(self.engine.abort([begun.request_id], internal=True))
 
     # -- /update, /sleep ---------------------------------------------------------------------------
 
@@ -154,31 +233,32 @@ class RolloutServer:
         async with self._changing:
             if not request.weight_version:
                 return JSONResponse({})
-            can_sleep = self.config.model_config.enable_sleep_mode
+            if self._coming is not request:
+                return refusal(409, "the trainer has given it up")
             is_sampling = engine.output_processor.has_unfinished_requests()
             await self._on_workers("begin_update", request.meeting, is_sampling)
             state = COMING
-            while state != LOADED:
+            while state == COMING:
                 await asyncio.sleep(POLL_S)
                 state, error = min(await self._on_workers("state_of_update"))
                 is_over = self._coming is not request or await http.is_disconnected()
-                if is_over or state in (FAILED, GIVEN_UP):
-                    await self._on_workers("give_up_update")
-                    status = 500 if state == FAILED else 409
-                    return refusal(status, error or "the trainer has given it up")
-                if state in (LOADS_NOW, WHOLE):
-                    started_s = time.monotonic()
-                    if can_sleep:
-                        await engine.wake_up(["weights"])  # which would end a pause
-                    await engine.renderer.clear_mm_cache_async()
-                    # vLLM's `pause_generation` takes 20 ms more.
-                    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-                    await self._on_workers("load_update")
+                if is_over or state == BROKEN:
+                    return refusal(409, error or "the trainer has given it up")
+
+            started_s = time.monotonic()
+            if self.can_sleep:
+                await engine.wake_up(["weights"])  # which would end a pause
+            await engine.renderer.clear_mm_cache_async()
+            # vLLM's `pause_generation` takes 20 ms more.
+            await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            error = max(await self._on_workers("load_update"))
+            if error:
+                return refusal(409, error)
 
             if self.config.lora_config:
                 self._adapter = ADAPTER
             await engine.update_weight_version(request.weight_version)
-            if can_sleep:
+            if self.can_sleep:
                 # The cache comes last: loading may need its memory, and then vLLM samples again.
                 await engine.wake_up(["kv_cache"])
             await engine.resume_generation()
@@ -186,31 +266,15 @@ class RolloutServer:
 
     async def sleep(self, request: SleepRequest, _: Request) -> Response:
         """Give up the GPU's memory until the next update."""
-        if not self.config.model_config.enable_sleep_mode:
+        if not self.can_sleep:
             raise ValueError("it was started without --enable-sleep-mode")
         await self.engine.sleep(request.level)
         return JSONResponse({})
 
 
-class Guard:
-    """Lets requests with the token pass, where one is set, and bodies of a stated length."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-        self._token = f"Bearer {api_token()}".encode() if api_token() else b""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it here."""
-        answer = self._app
-        headers = dict(scope.get("headers", []))
-        length = int(headers.get(b"content-length", 0))  # which uvicorn has checked
-        is_open = scope["path"] == "/health"
-        given = headers.get(b"authorization", b"")
-        if not is_open and self._token and not hmac.compare_digest(given, self._token):
-            answer = refusal(401, "no or a wrong token: set VLLM_API_KEY to the server's")
-        elif b"transfer-encoding" in headers or length > MAX_BODY_BYTES:
-            answer = refusal(413, f"it takes {MAX_BODY_BYTES} bytes, and wants to know how many")
-        await answer(scope, receive, send)
+def floats(logprobs: Any) -> bytes:
+    """vLLM's flat log-probs, or none."""
+    return np.asarray(logprobs.logprobs, "<f4").tobytes() if logprobs else b""
 
 
 def refusal(status: int, text: str) -> JSONResponse:

@@ -1,15 +1,14 @@
 """Whole completions from vLLM's engine to its API process.
 
 The engine sends a message of every token, and reading them costs the API process three times what
-the rest of its work does. Where nobody waits for single tokens, the engine keeps them until the
-completion ends.
+the rest of its work does. As our route waits for whole completions, the engine keeps them until
+theirs ends. For this vllm_server.py puts two functions in the place of the engine's own.
 """
 
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
@@ -20,17 +19,7 @@ _attach_weight_version = EngineCore._attach_weight_version
 _set_weight_version = EngineCore.set_weight_version
 
 
-def keep_tokens() -> None:
-    """Change two methods of vLLM's engine in this process.
-
-    One marks a step's messages with the version of the weights, the other sets the next version.
-    """
-    core: Any = EngineCore
-    core._attach_weight_version = _attach_and_keep
-    core.set_weight_version = _send_and_set
-
-
-def _attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
+def attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
     """Mark a step's messages with the weights' version; keep the tokens that can wait."""
     _attach_weight_version(core, messages)
     kept: dict[str, list[EngineCoreOutput]] = core.__dict__.setdefault("kept", {})
@@ -41,8 +30,12 @@ def _attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
             name = output.request_id
             outputs = kept.setdefault(name, [])
             outputs.append(output)
-            can_wait = name in requests and _can_wait(requests[name].sampling_params, output)
-            if not can_wait or len(outputs) == MOST_KEPT:
+            # Others are the last, log-probs of the prompt, and events, of which /metrics tells the
+            # time; and a text is looked at as it grows, for strings that stop it.
+            has_prompt = output.new_prompt_logprobs_tensors is not None
+            has_more = output.finished or has_prompt or output.events
+            is_read = name not in requests or requests[name].sampling_params.detokenize
+            if has_more or is_read or len(outputs) == MOST_KEPT:
                 sent.append(joined(kept.pop(name)))
         message.outputs = sent
         if not sent and not message.scheduler_stats and not message.finished_requests:
@@ -52,19 +45,11 @@ def _attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
             del kept[name]
 
 
-def _can_wait(params: Any, output: EngineCoreOutput) -> bool:
-    """True for tokens alone, where only the whole completion is asked for, without its text.
+def send_and_set(core: Any, weight_version: str) -> None:
+    """Send all tokens that are kept, under the version that sampled them; set the next.
 
-    Others are the last, log-probs of the prompt, and events, of which /metrics tells the time.
+    Those of requests that were aborted, of which no output told, are not read.
     """
-    is_whole = params.output_kind == RequestOutputKind.FINAL_ONLY and not params.detokenize
-    has_prompt = output.new_prompt_logprobs_tensors is not None
-    has_more = output.finished or has_prompt or output.events
-    return is_whole and params.logprobs == 0 and not has_more
-
-
-def _send_and_set(core: Any, weight_version: str) -> None:
-    """Send all tokens that are kept, under the version that sampled them; set the next."""
     kept = core.__dict__.pop("kept", {})
     outputs = [joined(found) for found in kept.values()]
     if outputs:
@@ -76,8 +61,6 @@ def _send_and_set(core: Any, weight_version: str) -> None:
 def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     """The last output of a completion, with the tokens of all."""
     last = outputs[-1]
-    if len(outputs) == 1:
-        return last
     last.prefill_stats = outputs[0].prefill_stats
     last.new_token_ids = [*chain.from_iterable(output.new_token_ids for output in outputs)]
     # None of an output without tokens, as the end of one that was aborted.

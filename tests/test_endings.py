@@ -14,7 +14,7 @@ from test_resume import assert_identical, weights
 from config import UserError, parse_args
 from rollouts.rollouts import Rollouts
 from train import main
-from training.checkpoints import _make_way, find_start
+from training.checkpoints import find_start
 
 HOOKS = """
 import itertools
@@ -214,15 +214,8 @@ def test_a_damaged_line_of_the_log(trained, tmp_path):
     trained(max_steps=2)
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_text(f"{metrics.read_text().splitlines()[0]}\ngarbage\n")
-    with pytest.raises(UserError, match=f"{metrics}: line 2 is damaged: remove it"):
+    with pytest.raises(UserError, match=f"{metrics} has a damaged line: remove it"):
         trained(resume_from_checkpoint="auto")
-
-
-def test_failures_of_a_start_that_came_to_no_step_are_not_the_next_runs(tmp_path):
-    (tmp_path / "failed_rewards.jsonl").write_text("{}\n")
-    (tmp_path / "mine.jsonl").write_text("{}\n")
-    _make_way(tmp_path, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.jsonl"]
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------

@@ -109,5 +109,5 @@ def test_a_token_without_a_logprob_is_refused(logprobs):
         return parse(message)
 
     assert of([-1.0]).sampler_logprobs.tolist() == [-1.0]
-    with pytest.raises(ValueError, match="some log-probs are missing, or no finite numbers"):
+    with pytest.raises(ValueError, match="log-?probs"):
         of(logprobs)

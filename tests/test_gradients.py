@@ -211,8 +211,8 @@ CASES = [
     {"off_policy_correction": "truncate", "correction_cap": 1.5},
     {"off_policy_correction": "mask"},
     {"old_logprobs": "sampler"},
-    {"loss_fn": entropy_bonus},
-    {"loss_fn": entropy_bonus, "loss_type": "grpo"},
+    {"loss_fn": "recipes.losses.entropy_bonus"},
+    {"loss_fn": "recipes.losses.entropy_bonus", "loss_type": "grpo"},
 ]
 
 

@@ -106,8 +106,8 @@ def times_won(rewards, groups):
     return rewards - rewards.mean()
 
 
-def test_an_environment_hands_back_its_own_reward(fake, recipe, tmp_path, capsys):
-    """A function of the run gets None where no completion of a group has its column, which is said once."""
+def test_an_environment_hands_back_its_own_reward(fake, recipe, tmp_path):
+    """A function of the run gets None where no completion of a group has its column."""
     own: Any = {"rollout_fn": with_info, "advantage_fn": times_won}
     own["reward_funcs"] = [what_it_scored, has_won]
     main(replace(parse_args([recipe(fake), "--max_steps", "2"]), **own))
@@ -119,8 +119,6 @@ def test_an_environment_hands_back_its_own_reward(fake, recipe, tmp_path, capsys
         assert [sample["rewards"]["has_won"] for sample in group] == [row % 2, 0, 0, 0]
         assert group[1]["info"] == {"score": 1 + row, "note": {"turns": [1]}}
         assert group[3]["info"] == {}
-    told = "reward has_won gets won=None: no info of some group has won"
-    assert capsys.readouterr().out.count(told) == 1
 
 
 def test_info_of_turns_is_joined_and_hides_no_column():
@@ -228,7 +226,9 @@ def test_a_held_out_set_is_named_in_what_is_wrong_with_it(models, fake, capsys):
         capsys.readouterr()
         Rollouts(replace(of_one, eval_dataset_id=sets, vllm_urls=[fake.url]), device).close()
     lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
-    cure = "raise the servers' --max-model-len, or lower max_completion_len=20"
+    cure = (
+        "raise max_tokens_per_gpu, or the servers' --max-model-len, or lower max_completion_len=20"
+    )
     expected = f"left out 1 of 2 prompts, empty or over 108 tokens: {cure}"
     assert lines == [f"dataset_id: {expected}", f"eval_dataset_id hard: {expected}"]
 
@@ -257,6 +257,7 @@ def test_a_server_that_drops_a_tensor_is_left_out_and_heals(
 ):
     """One norm that is one update behind differs by three orders more than what both sides agree to."""
     monkeypatch.setattr("training.metrics.MIN_COMPARED", 8)
+    monkeypatch.setattr("rollouts.servers.PROBE_S", 0.05)  # it is back within the run
     with fake_server(models["untied"], answer_in(0.05)) as other:
         dropping(fake, "model.norm.weight", lambda sync: sync == 5)
         fake.answer = other.answer
@@ -292,10 +293,10 @@ def test_what_updates_of_the_batch_change_accuses_no_server(
 
 def test_a_busy_server_is_no_lost_one(fake, recipe, capsys, monkeypatch):
     """It answers no probe in time after the first one: that is no proof, and no reason to leave it out."""
-    monkeypatch.setattr("rollouts.proofs.ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("rollouts.proofs.CONTROL_TIMEOUT_S", 1.0)
     monkeypatch.setattr("rollouts.rollouts.PROBE_STEPS", 1)
     asked = itertools.count()
-    fake.answer = lambda ids, number: (said(ids, number), 1.0 if next(asked) > 1 else 0.0)
+    fake.answer = lambda ids, number: (said(ids, number), 2.0 if next(asked) > 1 else 0.0)
     main(parse_args([recipe(fake), "--sampling_params", '{"top_p": 1.0}', "--max_steps", "3"]))
     assert "is left out" not in capsys.readouterr().out
 

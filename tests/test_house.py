@@ -21,7 +21,7 @@ ROOMS = {
         "intact",
     },
     "weights": {"publish", "group"},
-    "server": {"app", "sample", "messages", "receiver", "adapter", "whole"},
+    "server": {"app", "messages", "receiver", "whole"},
 }  # fmt: skip
 FLOORS = {  # of a file, or else of its room
     "train": 6, "rollouts": 5, "training": 5, "vllm_client": 4, "vllm_server": 4, "weights": 3, "server": 3,
@@ -32,7 +32,7 @@ FILE_LIMITS = {  # a library that nobody must read, fields that are their own do
     "prefix_attention": 1275,
     "config": 820,
 }
-ALL_NODES = 37_050  # of the syntax tree, without annotations and docstrings
+ALL_NODES = 35_400  # of the syntax tree, without annotations and docstrings
 
 
 def files():

@@ -781,11 +781,9 @@ def test_a_second_turn_after_an_image(vlm, url):
 
 def test_what_no_server_or_policy_takes_is_refused(vlm, url):
     """Placeholders without images, other tokens for an image, more images than the server was told."""
-    config = make_config(vlm, url)
     sampling = {"n": 2, "max_tokens": 3}
-    with process_group(120) as device, closing(Rollouts(config, device)) as rollouts:
+    with on_server(vlm, url) as (rollouts, _, config, _):
         (client,) = rollouts.pool.servers
-        rollouts.pool.admit(client)
         prompt = with_images(rollouts.run.prompts[0], build_processor(), config)
         image = AutoConfig.from_pretrained(vlm).image_token_id
         with pytest.raises(ValueError, match="pass images=prompt.images"):

@@ -67,7 +67,7 @@ FAULTS = {
     "the head": (without(HEAD), rf"missing: {HEAD}$"),
     "a prefix": (
         within_a_module,
-        r"missing: lm_head.weight, .*, and \d+ more; unknown to the model: module.lm_head.weight, ",
+        r"\d+ missing: lm_head.weight, .*; \d+ unknown to the model: module.lm_head.weight, ",
     ),
     "a shape": (cut_off, rf"of another shape: {DOWN}$"),
     "one too many": (
@@ -169,10 +169,10 @@ def test_an_adapter_that_lacks_weights(models, tmp_path):
     add(adapter)
     first = next(iter(load_file(adapter / "adapter_model.safetensors")))
     lacking = changed(adapter, tmp_path / "lacking", without(first))
-    with pytest.raises(UserError, match=f"{lacking} .*; missing: {first}$"):
+    with pytest.raises(UserError, match=f"{lacking} .*; 1 missing: {first}$"):
         add(lacking)
     more = changed(adapter, tmp_path / "more", also("score.weight"))
-    with pytest.raises(UserError, match=f"{more} .*; unknown to the model: score.weight$"):
+    with pytest.raises(UserError, match=f"{more} .*; 1 unknown to the model: score.weight$"):
         add(more)
     other = shutil.copytree(adapter, tmp_path / "other")
     edit(other / "adapter_config.json", r=8)

@@ -29,7 +29,7 @@ from rollouts.group import Completion, Group, Prompt
 from rollouts.images import open_image
 from rollouts.scoring import Failures, decoded, spoken
 from training.batching import MicroBatch
-from training.logs import token_texts
+from training.logs import token_text
 from training.metrics import TokenSums, batch_metrics
 from training.model import load_model, token_logprobs
 from training.optimizer import build_optimizer
@@ -163,7 +163,8 @@ def test_text_is_as_it_was_sampled():
     )  # fmt: skip
     ids = [1, 2, 1, 3, 1, 4, 1, 5]
     assert spoken(ids, tokenizer) == "a . a , a n't a !"
-    assert "".join(token_texts(ids, tokenizer)).strip() == "a . a , a n't a !"
+    texts = [token_text(tokenizer, token_id) for token_id in ids]
+    assert "".join(texts).strip() == "a . a , a n't a !"
     for end in ([], [6]):
         assert spoken([8, 7, 7, 8, 7, 8, *end], tokenizer) == "100101"
     assert spoken([8, 7, 6, 8, 7, 6], tokenizer) == "1010"
@@ -242,10 +243,7 @@ def failures(tmp_path):
 
 @pytest.mark.parametrize("failed", [[0, 1, 2, 3], [5, 7, 4, 6], [1, 2, 3, 4, 5, 6, 7]])
 def test_failures_in_a_row_end_a_run_in_whatever_order_they_end(failures, failed):
-    """Four that began in a row, of one function; seven at the latest.
-
-    A tuple among the keys of a column is no failure of its own.
-    """
+    """Four of a function that began in a row, seven at the latest; a tuple may be a column's key."""
     found = failures(1)
     group = Group(Prompt(0, [5], "a", {("a", 1): 2, "b": {3}}))  # type: ignore[dict-item]
     of_f, of_g = zip(*[(found.begin("f"), found.begin("g")) for _ in range(8)], strict=True)
@@ -371,7 +369,7 @@ def test_sums_over_servers_count_beyond_float32(monkeypatch):
     for num in (*[many] * 6, 1):  # 25 million tokens
         ones, logprobs = torch.ones(num), torch.full((num,), -1.0)
         row = MicroBatch(no_row, ones, ones, logprobs - 0.25, ones.to(torch.int16))
-        sums.add({}, torch.zeros(num), logprobs, row, True)
+        sums.add({}, torch.zeros(num), logprobs, row)
     assert sums.totals["tokens"].item() == 6 * many + 1
     metrics, gaps = sums.metrics()
     assert gaps == {0: 0.25}

@@ -423,7 +423,7 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
         for part in (slice(0, 3), slice(3, 5)):
             entropy = torch.full_like(rows(*OLD[part]), 0.5)
             row = tokens_row(servers[part], SAMPLER[part], MASK[part])
-            sums.add({"kl": row.mask.sum()}, entropy, rows(*OLD[part]), row, True)
+            sums.add({"kl": row.mask.sum()}, entropy, rows(*OLD[part]), row)
         metrics, by_server = sums.metrics()
     distances = [abs(gap) for gap in gaps]
     assert by_server == {7: pytest.approx(sum(distances[2:]) / 2)}  # one token judges no server
@@ -442,13 +442,12 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
-def test_servers_are_compared_before_updates_alone():
-    """Later passes over a batch, at a policy that moved, are in no mean and no share."""
+def test_servers_are_compared_token_by_token():
+    """Masked tokens are in no mean and no share."""
     row = tokens_row([0, 1, 1, 2], [-1.0, -2.0, -4.0, -8.0], [1.0, 1.0, 0.0, 1.0])
     with process_group(60) as device:
         sums = TokenSums(device)
-        for trainer_logprobs in (torch.zeros(4), torch.ones(4), torch.ones(4)):
-            sums.add({}, row.mask, trainer_logprobs, row, not sums.totals)
+        sums.add({}, row.mask, torch.zeros(4), row)
         metrics, _ = sums.metrics()
         assert metrics["sampling/current_share"] == pytest.approx(2 / 3)
         assert metrics["sampling/current_logp_difference"] == (2 + 8) / 2
@@ -468,7 +467,7 @@ def sum_on_two_ranks():
         of_loss = dict(names if rank == 0 else [*reversed(names), ("loss/c", 4.0)])
         loss_sums = {name: torch.tensor(value) for name, value in of_loss.items()}
         row = tokens_row([[0, 1, 1], [1]][rank], [[-1, -2, -0.5], [-3]][rank])
-        sums.add(loss_sums, row.mask, torch.zeros_like(row.mask), row, True)
+        sums.add(loss_sums, row.mask, torch.zeros_like(row.mask), row)
         metrics, by_server = sums.metrics()
         assert [metrics[f"loss/{name}"] for name in "abc"] == [0.5, 5.0, 1.0]
         assert metrics["sampling/sampling_logp_difference/max"] == 3
@@ -512,7 +511,7 @@ def tried(monkeypatch, loss_fn, mask=(1.0, 1.0)):
     numbers = torch.zeros(2, dtype=torch.int64)
     row = MicroBatch(packed, torch.ones(2), torch.tensor(mask), torch.full((2,), -1.0), numbers)
     sums = TokenSums(torch.device("cpu"))
-    train.add_gradient(None, None, row, sums, False, make_config(loss_fn=loss_fn))
+    train.add_gradient(None, None, row, sums, make_config(loss_fn=loss_fn))
     return logprobs.grad, entropies.grad
 
 

@@ -1,6 +1,5 @@
 """AdamW's state in 8 bits, and a base of LoRA in 4 bits."""
 
-import json
 import sys
 from contextlib import closing
 
@@ -20,7 +19,6 @@ import training.model as model_module
 from config import UserError
 from prefix_attention import attach, completion_logprobs, pack
 from rollouts.rollouts import Rollouts
-from rollouts.run import check_packages
 from rollouts.servers import ServerPool
 from server.messages import About
 from train import main, optimizer_step
@@ -288,24 +286,19 @@ def test_shards_that_cut_a_block_are_refused(tmp_path):
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1
-    assert "cannot be loaded, perhaps by this number of ranks: Invalid start or end" in said[0]
+    assert (
+        "cannot be loaded, perhaps by this number of ranks: ValueError: Invalid start or end"
+        in said[0]
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), [("false", "true"), ("true", "false")])
 def test_it_may_not_change(start, tmp_path, before, after):  # noqa: F811
-    """Not to a run of before there was the field, either."""
     run(1, start("--adam_8bit", before, "--save_steps", 2))
     middle = tmp_path / "run" / "checkpoint-2"
     resumed = start("--adam_8bit", after, "--resume_from_checkpoint", middle)
     with pytest.raises(UserError, match=rf"was trained with adam_8bit={before.title()}, not"):
         run(1, resumed)
-    if before == "false":
-        file = middle / "trainer" / "config.json"
-        settings = json.loads(file.read_text())
-        del settings["adam_8bit"]
-        file.write_text(json.dumps(settings))
-        with pytest.raises(UserError, match="was trained with adam_8bit=its default, not"):
-            run(1, resumed)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +312,6 @@ def test_a_missing_package_is_named_at_once(monkeypatch, models, tmp_path, packa
     config = make_config(models["tied"], "http://127.0.0.1:9", **waits, **fields)
     with pytest.raises(UserError, match=f"{[*fields][-1]} needs {package}: pip install {package}"):
         main(config)
-    check_packages(make_config("m", "http://x"))
 
 
 # -- A base in 4 bits ------------------------------------------------------------------------------

@@ -21,10 +21,9 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from server import sample
 from server.app import RolloutServer
-from server.messages import MAX_BODY_BYTES, About, Sampled, SampleRequest, Updated
-from server.receiver import COMING, FAILED, GIVEN_UP, LOADED, LOADING, LOADS_NOW, WHOLE
+from server.messages import MAX_BODY_BYTES, About, Sampled, Updated
+from server.receiver import BROKEN, COMING, LOADS_NOW, WHOLE
 from vllm_client import TRAINER, Server, ServerError, ServerLost, UpdateBroken
 from weights.group import Meeting
 
@@ -43,51 +42,58 @@ REASON = "it took longer"
 class Engine:
     """Takes completions, and ends them when it is told to; and two workers, which do as told."""
 
-    def __init__(self, lora_config=None, can_sleep=False, trainer="", steps=(), loads=None):
+    def __init__(self, lora_config=None, can_sleep=False, trainer="", steps=(), loads=("", "")):
         self.trainer = trainer  # that has the server
         # What the workers answer to each step of an update, the last one for ever.
         self.steps: list[list[Any]] = [*steps]
-        self.loads = loads or [[LOADING, LOADED], [LOADED, LOADED]]  # from `load_update` on
+        self.loads = loads  # what they return of `load_update`, or an error
         self.params = {}
         self.queues = []
         self.aborted = []
-        self.fails_at = None
-        self.error: Exception = RuntimeError("it is\nbroken")
+        self.error: Exception | None = None  # of each request
+        self.is_asked = False
         self.slowness_s = 0.0
         self.calls: list[Any] = []  # in their order, but for steps of updates
         model_config = SimpleNamespace(
             max_model_len=64, dtype="torch.bfloat16", enable_sleep_mode=can_sleep
         )
         self.vllm_config = SimpleNamespace(model_config=model_config, lora_config=lora_config)
-        self.engine_core = self.renderer = self
-        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: True)
+        self.engine_core = self.renderer = self.output_processor = self
 
     async def add_request(self, name, prompt, params, lora_request, priority):
+        self.is_asked = True
         await asyncio.sleep(self.slowness_s)
-        if len(self.queues) == self.fails_at:
+        if self.error:
             raise self.error
         self.params[name] = params
         self.loop = asyncio.get_running_loop()
         self.queues.append(RequestOutputCollector(RequestOutputKind.FINAL_ONLY, name))
         return self.queues[-1]
 
+    def has_unfinished_requests(self):
+        return bool(self.queues)
+
     async def abort(self, names, internal):
         assert internal
         self.aborted += names
 
-    def end(self, number, token_ids, reason="stop"):
-        logprobs = FlatLogprobs()
-        for token in token_ids:
-            logprobs.append({token: Logprob(-0.5 * token)})
-        completion = CompletionOutput(
-            index=0, text="", token_ids=token_ids, cumulative_logprob=0.0, finish_reason=reason,
-            logprobs=logprobs,
-            weight_versions=[WeightVersionSpan("7", 0, len(token_ids))],
-        )  # fmt: skip
-        self.put(number, RequestOutput("", None, [5], None, [completion], finished=True))
+    def end(self, *ends):
+        """All completions of the first request, each with its tokens and reason."""
+        completions = []
+        for index, (token_ids, reason) in enumerate(ends):
+            logprobs = FlatLogprobs()
+            for token in token_ids:
+                logprobs.append({token: Logprob(-0.5 * token)})
+            completion = CompletionOutput(
+                index=index, text="", token_ids=token_ids, cumulative_logprob=0.0,
+                finish_reason=reason, logprobs=logprobs,
+                weight_versions=[WeightVersionSpan("7", 0, len(token_ids))],
+            )  # fmt: skip
+            completions.append(completion)
+        self.put(RequestOutput("", None, [5], None, completions, finished=True))
 
-    def put(self, number, output):
-        self.loop.call_soon_threadsafe(self.queues[number].put, output)
+    def put(self, output):
+        self.loop.call_soon_threadsafe(self.queues[0].put, output)
 
     async def check_health(self):
         pass
@@ -98,13 +104,16 @@ class Engine:
         found: list[Any] = [None] * 2
         if method == "state_of_update":
             states = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
-            found = [(state, REASON if state in (FAILED, GIVEN_UP) else "") for state in states]
+            found = [(state, REASON if state == BROKEN else "") for state in states]
         else:
             self.calls.append(method)
         if method == "connect":
             found = ["gpu 0", "gpu 1"]
         if method == "load_update":
-            self.steps = list(self.loads)
+            found = [*self.loads]
+        for each in found:
+            if isinstance(each, Exception):
+                raise each
         return [[each] for each in found]
 
     def __getattr__(self, name):
@@ -120,9 +129,9 @@ class Served:
     def __init__(self, engine=None, **options):
         self.engine = engine or Engine()
         args: Any = {"model": "m", "served_model_name": None, "metrics": False, **options}
-        rollout_server: Any = RolloutServer(self.engine, SimpleNamespace(**args))
-        rollout_server.trainer = self.engine.trainer
-        config = uvicorn.Config(rollout_server.app, port=0, log_level="error", lifespan="off")
+        self.routes = RolloutServer(self.engine, SimpleNamespace(**args))
+        self.routes.trainer = self.engine.trainer
+        config = uvicorn.Config(self.routes.app, port=0, log_level="error", lifespan="off")
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run)
 
@@ -176,11 +185,8 @@ def test_completions_come_when_all_have_ended():
     with Served(engine) as served:
         sampling = BODY["sampling_params"] | {"seed": 40}
         connection = served.send(BODY | {"sampling_params": sampling})
-        wait_until(lambda: len(engine.queues) == 3)
-        engine.end(1, [5, 6])
-        engine.end(2, [7], "length")
-        time.sleep(0.1)
-        engine.end(0, [8, 9])
+        wait_until(lambda: engine.queues)
+        engine.end(([8, 9], "stop"), ([5, 6], "stop"), ([7], "length"))
         status, body = answer(connection)
     assert status == 200
     found = msgspec.msgpack.decode(body, type=list[Sampled])
@@ -189,15 +195,18 @@ def test_completions_come_when_all_have_ended():
     assert found[1].weight_versions == [("7", 0, 2)]
     assert [each.finish_reason for each in found] == ["stop", "stop", "length"]
     assert not engine.aborted
-    params = list(engine.params.values())
-    assert [own.seed for own in params] == [40, 41, 42]
-    for own in params:
-        assert (own.n, own.detokenize, own.output_kind) == (1, False, RequestOutputKind.FINAL_ONLY)
+    (params,) = engine.params.values()
+    assert (params.n, params.seed) == (3, 40)
+    assert (params.detokenize, params.output_kind) == (False, RequestOutputKind.FINAL_ONLY)
 
 
 def test_what_a_request_leaves_out():
     """Stop strings need the text; without max_tokens the context is the limit, and not 16."""
-    params = sample._params(SampleRequest([5], {"stop": ["x"], "n": 2}))
+    engine = Engine()
+    with Served(engine) as served:
+        served.send(BODY | {"sampling_params": {"stop": ["x"], "n": 2}})
+        wait_until(lambda: engine.queues)
+    (params,) = engine.params.values()
     assert params.detokenize
     assert params.max_tokens is None
 
@@ -271,15 +280,13 @@ def test_only_the_trainers_routes_are_open(paths, methods, status):
         (VLLMClientError("no such\ntoken"), 400, "VLLMClientError: no such token"),
     ],
 )
-def test_an_engine_that_fails_at_the_second_of_three(error, status, said):
+def test_an_engine_that_takes_no_request(error, status, said):
     """A refusal of vLLM's is told as one."""
     engine = Engine()
-    engine.fails_at = 1
     engine.error = error
     with Served(engine) as served:
         found, body = served.ask(BODY)
     assert (found, json.loads(body)) == (status, {"error": said})
-    assert engine.aborted == list(engine.params)
 
 
 @pytest.mark.parametrize("end", ["it hangs up while it adds", "it hangs up", "the engine fails"])
@@ -289,19 +296,18 @@ def test_what_is_left_is_aborted(end):
     engine.slowness_s = 0.1 if end == "it hangs up while it adds" else 0.0
     with Served(engine) as served:
         connection = served.send(BODY)
-        wait_until(lambda: engine.queues)
+        wait_until(lambda: engine.is_asked)
         if engine.slowness_s == 0:
-            wait_until(lambda: len(engine.queues) == 3)
-            engine.end(1, [5])
+            wait_until(lambda: engine.queues)
             time.sleep(0.1)
         if end == "the engine fails":
-            engine.put(0, RuntimeError("it is\nbroken"))
+            engine.put(RuntimeError("it is\nbroken"))
             with pytest.raises((HTTPException, ConnectionError)):
                 answer(connection)
         else:
             connection.close()
-        wait_until(lambda: {0, 2} <= {[*engine.params].index(name) for name in engine.aborted})
-    assert len(engine.params) == 3
+        wait_until(lambda: engine.aborted)
+    assert engine.aborted == list(engine.params)
 
 
 def test_who_only_asks_changes_nothing():
@@ -366,17 +372,13 @@ def test_an_update_of_a_trainer_that_has_not_the_server(trainer):
     assert statuses(Engine(trainer=trainer), *asked) == [400, 400]
 
 
-@pytest.mark.parametrize("version", ["", "8", None])
+@pytest.mark.parametrize("version", ["", "8"])
 def test_another_request_ends_an_update(version):
-    """Of the trainer that gives it up, or begins the next one: only that is loaded then; or who hangs up."""
+    """Of the trainer that gives it up, or begins the next one: only that is loaded then."""
     engine = Engine(trainer="t", steps=[[COMING, COMING]])
     with Served(engine) as served:
         first = served.send(UPDATE, "/update")
         wait_until(lambda: engine.calls == ["begin_update"])
-        if version is None:
-            first.close()
-            wait_until(lambda: engine.calls == ["begin_update", "give_up_update"])
-            return
         second = served.send(UPDATE | {"weight_version": version}, "/update")
         status, body = answer(first)
         assert (status, json.loads(body)) == (409, {"error": "the trainer has given it up"})
@@ -385,22 +387,40 @@ def test_another_request_ends_an_update(version):
     assert engine.calls.count("load_update") == bool(version)
 
 
-@pytest.mark.parametrize("arrived", [[], [[LOADS_NOW, WHOLE]]])
+def test_a_trainer_that_leaves_an_update():
+    """Or a server would wait for it, and take no other."""
+    engine = Engine(trainer="t", steps=[[COMING, COMING]])
+    with Served(engine) as served:
+        first = served.send(UPDATE, "/update")
+        wait_until(lambda: engine.calls == ["begin_update"])
+        first.close()
+        wait_until(lambda: not served.routes._changing.locked())
+
+
 @pytest.mark.parametrize(
-    ("state", "code", "kind"), [(GIVEN_UP, 409, UpdateBroken), (FAILED, 500, ServerLost)]
+    ("steps", "loads", "code", "kind", "said"),
+    [
+        ([[COMING, BROKEN]], (), 409, UpdateBroken, REASON),
+        ([[LOADS_NOW, WHOLE]], ("", REASON), 409, UpdateBroken, REASON),
+        (
+            [[WHOLE, WHOLE]],
+            ("", RuntimeError("no place")),
+            500,
+            ServerLost,
+            "RuntimeError: no place",
+        ),
+    ],
 )
-def test_an_update_that_comes_to_nothing_on_one_worker(arrived, state, code, kind):
+def test_an_update_that_comes_to_nothing_on_one_worker(steps, loads, code, kind, said):
     """The trainer gets the reason; a server that has a part of it samples nothing.
 
     It is to blame, and lost, where the update came, and cannot be loaded.
     """
-    end = [[COMING, state]]
-    engine = Engine(trainer=TRAINER, steps=arrived or end, loads=end)
-    with Served(engine) as served, pytest.raises(kind, match=f"{code}: .*{REASON}") as raised:
+    engine = Engine(trainer=TRAINER, steps=steps, loads=loads)
+    with Served(engine) as served, pytest.raises(kind, match=f"{code}: .*{said}") as raised:
         served.client().update(7, msgspec.convert(MEETING, Meeting))
     assert raised.type is kind
-    assert engine.calls[-1] == "give_up_update"
-    assert ("load_update" in engine.calls) == bool(arrived)
+    assert ("load_update" in engine.calls) == bool(loads)
     assert not {"update_weight_version", "resume_generation"} & {*engine.calls}
 
 
@@ -410,7 +430,7 @@ def test_no_route_without_the_token(monkeypatch, word):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     asked = [
         {"body": body, "path": path, "headers": {"Authorization": word}}
-        for path in (*POSTS, *TRICKS)
+        for path in POSTS
         for body in (BODY, UPDATE, {}, {"trainer": "a"}, {"level": 2}, b"{not json")
     ]
     assert set(statuses(Engine(), *asked)) == {401}

@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from server import receiver
-from server.receiver import COMING, GIVEN_UP, LOADED, LOADING, LOADS_NOW, WHOLE, WorkerExtension
+from server.receiver import BROKEN, COMING, LOADS_NOW, WHOLE, WorkerExtension
 from weights.group import Meeting, WeightGroup, packed
 
 torch.set_num_threads(1)
@@ -88,13 +88,6 @@ def fresh_weights(model):
     return {name: torch.randn_like(tensor) for name, tensor in model.named_parameters()}
 
 
-def load(worker):
-    """As the API process does, where all has come or is under way."""
-    worker.load_update()
-    wait_until(lambda: worker.state_of_update()[0] not in (LOADING, LOADS_NOW))
-    assert worker.state_of_update() == (LOADED, "")
-
-
 def assert_weights(model, expected):
     for name, tensor in expected.items():
         assert torch.equal(model.state_dict()[name], tensor), name
@@ -139,7 +132,7 @@ def test_what_samples_changes_in_place_and_at_once(worker):
         trainer.send({})
         trainer.wait_for(WHOLE)
         assert_weights(model, before)
-        load(worker)
+        assert worker.load_update() == ""
         assert_weights(model, fresh)
         # Graphs know where they are.
         assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == places
@@ -155,26 +148,26 @@ def test_an_update_that_is_given_up(worker, monkeypatch, is_full):
     trainer = Trainer(worker)
     trainer.begin()
     trainer.send({"first.weight": torch.zeros(4, 3)})
-    if is_full:
-        trainer.wait_for(LOADS_NOW)
-        worker.load_update()
-        time.sleep(0.2)
-    trainer.group.close()  # the trainer has died
-    trainer.group = None
-    trainer.wait_for(GIVEN_UP)
-    assert "peer" in worker.state_of_update()[1]
-    if is_full:
-        assert "peer" in str(worker.update.loading.exception(20))
-    else:
-        assert_weights(worker.model, before)
-    worker.give_up_update()
-    fresh = fresh_weights(worker.model)
-    trainer = Trainer(worker)
-    trainer.begin()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
+        loading = None
+        if is_full:
+            trainer.wait_for(LOADS_NOW)
+            loading = pool.submit(worker.load_update)
+            time.sleep(0.2)
+        trainer.group.close()  # the trainer has died
+        trainer.group = None
+        trainer.wait_for(BROKEN)
+        assert "peer" in worker.state_of_update()[1]
+        if loading:
+            assert "peer" in loading.result(20)
+        else:
+            assert_weights(worker.model, before)
+        fresh = fresh_weights(worker.model)
+        trainer = Trainer(worker)
+        trainer.begin()
         sending = pool.submit(trainer.send, fresh, {})
         trainer.wait_for(LOADS_NOW, WHOLE)
-        load(worker)
+        assert worker.load_update() == ""
         sending.result()
     assert_weights(worker.model, fresh)
     trainer.group.close()
@@ -196,7 +189,7 @@ def test_buckets_are_taken_as_the_model_loads_them(worker, monkeypatch, is_sampl
         time.sleep(0.2)
         assert not sending.done()
         assert_weights(worker.model, before)
-        load(worker)
+        assert worker.load_update() == ""
         sending.result()
     assert_weights(worker.model, before | fresh)
     trainer.group.close()
@@ -215,7 +208,7 @@ def test_an_update_in_which_nothing_comes(worker, secret, reason):
         meeting = msgspec.structs.replace(trainer.meeting, secret=secret)
         with suppress(RuntimeError):  # of a stranger
             trainer.group = WeightGroup(meeting, 0, CPU, trainer.store)
-    trainer.wait_for(GIVEN_UP)
+    trainer.wait_for(BROKEN)
     assert reason in worker.state_of_update()[1]
 
 
@@ -228,7 +221,7 @@ def test_another_update_takes_the_place_of_one(worker):
     fresh = fresh_weights(worker.model)
     other.send(fresh, {})
     other.wait_for(WHOLE)
-    load(worker)
+    assert worker.load_update() == ""
     assert_weights(worker.model, fresh)
     for each in (trainer, other):
         each.group.close()

@@ -461,7 +461,7 @@ def refusing(server):
 def answering_with_a_page(server):
     """As of a proxy, with status 200."""
     update = server.update
-    server.update = lambda request: "<html>" if request.weight_version == "2" else update(request)
+    server.update = lambda request: "<html>" if request.weight_version > "1" else update(request)
 
 
 @pytest.mark.parametrize(
@@ -476,10 +476,9 @@ def answering_with_a_page(server):
     ],
 )
 def test_a_server_lost_in_a_sync_does_not_cost_the_step(
-    stand_in, train_on, tmp_path, capsys, monkeypatch, spoil, stages, reason
+    stand_in, train_on, tmp_path, capsys, spoil, stages, reason
 ):
     """Nor its completions under way, where it stands paused: the other server samples them anew."""
-    monkeypatch.setattr(servers, "PROBE_S", 600.0)  # or it would come back, and get version 4
     one, two = stand_in(0.3, stages=stages), stand_in(0.3, stages=stages)
     spoil(two)
     started_s = time.monotonic()
@@ -487,8 +486,8 @@ def test_a_server_lost_in_a_sync_does_not_cost_the_step(
     assert time.monotonic() - started_s < 60  # request_timeout is 600
     assert "4" in one.versions
     assert "4" not in two.versions
-    (told,) = re.findall(f"{two.url} is left out for now: (.*)", capsys.readouterr().out)
-    assert reason in told
+    told = re.findall(f"{two.url} is left out for now: (.*)", capsys.readouterr().out)
+    assert reason in told[0]  # it comes back, and is lost again
     assert trained_groups(tmp_path) == list(range(24))
     assert len(read(tmp_path, "completions")) == 24 * 4
 

@@ -130,7 +130,7 @@ class Dealer:
 
     def __init__(self, num_ranks: int, config: TrainConfig):
         self.config = config
-        self.loads = [0] * num_ranks  # tokens that each rank has had
+        self.num_ranks = num_ranks
         self.waiting: list[Group] = []  # not dealt yet
         self.added: list[Group] = []  # since the last update, dealt or not
 
@@ -142,9 +142,9 @@ class Dealer:
         is needed first.
         """
         config = self.config
-        if config.max_staleness > 0 or config.updates_per_batch > 1 or config.weighs_whole_batch:
+        if config.max_staleness > 0 or config.updates_per_batch > 1 or config.advantages_need_batch:
             return math.inf
-        return len(self.loads) * config.max_tokens_per_gpu - row_tokens(self.waiting, config)
+        return self.num_ranks * config.max_tokens_per_gpu - row_tokens(self.waiting, config)
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:
         """Deal the groups that came: each rank's next rows.
@@ -154,30 +154,21 @@ class Dealer:
             is_complete: these are the batch's last groups.
         """
         config = self.config
-        rows_of_rank: list[list[MicroBatch]] = [[] for _ in self.loads]
+        rows_of_rank: list[list[MicroBatch]] = [[] for _ in range(self.num_ranks)]
         size = config.batch_size // config.num_minibatches
         for start in range(0, len(groups), size):
             self.waiting += groups[start : start + size]
             self.added += groups[start : start + size]
-            self._deal_rounds(self._next_rows(is_complete), rows_of_rank)
+            dealt = self._next_rows(is_complete)
+            for rank, rows in enumerate(rows_of_rank):
+                rows += dealt[rank :: self.num_ranks]
             if is_complete:  # with several mini-batches, each of them ends with an update
-                of_batch = config.num_minibatches > 1 and config.weighs_tokens_alike
+                of_batch = config.num_minibatches > 1 and config.divides_by_batch
                 update = num_trained(groups if of_batch else self.added, config)
                 self.added = []
                 for rows in rows_of_rank:  # each has one: the last row waited until now
                     rows[-1] = replace(rows[-1], update=update)
         return rows_of_rank
-
-    def _deal_rounds(self, rows: list[MicroBatch], rows_of_rank: list[list[MicroBatch]]) -> None:
-        """Give each rank a row of each round: the largest to the one that had the fewest tokens."""
-        num_ranks = len(self.loads)
-        for start in range(0, len(rows), num_ranks):
-            this_round = rows[start : start + num_ranks]
-            largest_first = sorted(this_round, key=num_tokens, reverse=True)
-            idlest_first = sorted(range(num_ranks), key=self.loads.__getitem__)
-            for rank, row in zip(idlest_first, largest_first, strict=True):
-                rows_of_rank[rank].append(row)
-                self.loads[rank] += num_tokens(row)
 
     def _next_rows(self, is_complete: bool) -> list[MicroBatch]:
         """Whole rounds of rows; the groups of other rows wait for the next call.
@@ -186,14 +177,14 @@ class Dealer:
         dealt too.
         """
         config = self.config
-        num_ranks = len(self.loads)
+        num_ranks = self.num_ranks
         rows = micro_batches(self.waiting, config.max_tokens_per_gpu, config)
         firsts = [int(row.packed.group[0]) for row in rows]  # of the waiting groups
         lasts = [int(row.packed.group[-1]) for row in rows]
 
-        num_dealt = (
-            len(rows) if is_complete else len(rows) - 1
-        )  # later groups may join the last row
+        num_dealt = len(rows)
+        if not is_complete:  # later groups may join the last row
+            num_dealt -= 1
         num_dealt -= num_dealt % num_ranks
         while 0 < num_dealt < len(rows) and lasts[num_dealt - 1] == firsts[num_dealt]:
             num_dealt -= num_ranks  # a round less, until the cut falls between two groups
@@ -202,23 +193,18 @@ class Dealer:
             return rows[:num_dealt]
 
         num_smaller = math.ceil((len(rows) - num_dealt) / num_ranks) * num_ranks
-        tokens_each = math.ceil(sum(map(num_tokens, rows[num_dealt:])) / num_smaller)
+        tokens_each = sum(row.packed.num_tokens for row in rows[num_dealt:]) / num_smaller
         # So that no completion is cut by the smaller bound.
         longest = longest_completion(self.waiting, config)
-        max_tokens = min(max(tokens_each, longest), config.max_tokens_per_gpu)
+        max_tokens = min(max(math.ceil(tokens_each), longest), config.max_tokens_per_gpu)
         rows[num_dealt:] = micro_batches(self.waiting, max_tokens, config)
         self.waiting = []
 
-        smallest = min(rows, key=num_tokens)
+        smallest = min(rows, key=lambda row: row.packed.num_tokens)
         filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
         while len(rows) % num_ranks != 0:
             rows.append(filler)
         return rows
-
-
-def num_tokens(row: MicroBatch) -> int:
-    """Tokens forwarded, padding included."""
-    return row.packed.num_tokens
 
 
 def num_trained(groups: list[Group], config: TrainConfig) -> Update:

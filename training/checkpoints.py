@@ -16,18 +16,16 @@ import huggingface_hub
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from tqdm import tqdm
 
-from config import TrainConfig, UserError, changed_fields, to_json
+from config import TrainConfig, UserError, to_json
 from utils import (
     Stopped,
-    all_ranks_meet,
     broadcast_object,
     call_on_main,
     gather_objects,
@@ -75,33 +73,23 @@ def run_folder(config: TrainConfig) -> Iterator[tuple[Path | None, dict[str, Any
     with ExitStack() as lock:
         probe = checkpoint = state = None
         if is_main():
-            try:
+            with naming(f"output_dir={folder} cannot be written, or has another run in it"):
                 folder.mkdir(parents=True, exist_ok=True)
                 lock.enter_context(FileLock(folder / "lock").acquire(timeout=0))
-            except Timeout:
-                raise UserError(
-                    f"output_dir={folder} has another run in it: end it first"
-                ) from None
-            except OSError as error:
-                raise UserError(
-                    f"output_dir={folder} cannot be written: {error.strerror}"
-                ) from None
-
             checkpoint, state = find_start(config)
             if config.hub_repo_id:
                 with naming("hub_repo_id: nothing can be pushed there"):
                     hub = huggingface_hub.HfApi()
                     hub.create_repo(config.hub_repo_id, private=config.hub_private, exist_ok=True)
                     hub.auth_check(config.hub_repo_id, write=True)  # it may be another's
-            probe = Path(mkdtemp(".part", "checkpoint-", folder))  # a name that no rank has seen
+            # A name that no rank has seen; `_make_way` removes it.
+            probe = Path(mkdtemp(".part", "checkpoint-", folder))
 
         probe, checkpoint, state = broadcast_object((probe, checkpoint, state))
         if not all(gather_objects(probe.is_dir())):
             raise UserError(
                 f"output_dir={folder} is not one folder for all ranks: use a disk that they share"
             )
-        if is_main():
-            probe.rmdir()
         yield checkpoint, state
 
 
@@ -116,7 +104,7 @@ def find_start(config: TrainConfig) -> tuple[Path | None, dict[str, Any] | None]
     wanted: Any = config.resume_from_checkpoint
     if wanted == "auto":
         found = checkpoints_in(Path(config.output_dir))
-        wanted = found[max(found)] if found else None
+        wanted = found.get(max(found, default=0))
     if wanted is None:
         return None, None
 
@@ -130,15 +118,13 @@ def find_start(config: TrainConfig) -> tuple[Path | None, dict[str, Any] | None]
     # `use_fsdp` may change, and by default decides which of the two kinds of bf16 is on.
     for settings in (before, now):
         settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings["bf16"])
-    changed = changed_fields(config)
     may_change = MAY_CHANGE.union(dict(config.unread()))
     if not (config.use_peft or config.has_reference):
         may_change |= {"model_id"}  # all weights are the checkpoint's
     for name, value in now.items():
-        # A run from before there was such a field had its default.
-        old = before.get(name, "its default" if name in changed else value)
+        old = before.get(name, value)  # or there was no such field yet
         # The same path may be written otherwise, or from another folder.
-        is_same_path = Path(str(value)).resolve() == Path(state.get("cwd", ""), str(old)).resolve()
+        is_same_path = Path(str(value)).resolve() == Path(state["cwd"], str(old)).resolve()
         if name not in may_change and value != old and not is_same_path:
             raise UserError(
                 f"{checkpoint} was trained with {name}={old}, not {value}: "
@@ -182,7 +168,6 @@ class Checkpoints:
         self._saved = 0  # the last step that has a checkpoint in the folder
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
-        self._last_failed = False
         # The writers' collectives must not meet the trainer's. They may take as long as a disk
         # does: `_wait` notices a rank that does not answer.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -237,7 +222,7 @@ class Checkpoints:
         """Copy everything to host memory, and start to write the checkpoint.
 
         Raises:
-            UserError: the last two saves failed.
+            UserError: the last save failed.
         """
         self._wait()
         part = self.folder / f"checkpoint-{step}.part"
@@ -271,14 +256,25 @@ class Checkpoints:
         if error:
             num_updates = step * self.config.updates_per_batch
             is_whole = num_updates == max(self._begun, self.scheduler.last_epoch)
-            can_save = is_whole and step > 0 and step != self._saved
-            if not (can_save and all_ranks_meet(MEETING_S)):
+            if not is_whole:
                 raise error
+            try:
+                # Made for this: no rank can be in the middle of a collective of it.
+                dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=MEETING_S)))
+            except RuntimeError:
+                raise error from None
         try:
-            self._wait()
-            while step > 0 and step != self._saved:  # `_wait` forgets one that failed
-                self.save(step, rollouts.state() | log.state())
-                self._wait()
+            failed = None
+            for _ in range(2):  # a save that fails is tried once more
+                try:
+                    if step > 0 and step != self._saved:
+                        self.save(step, rollouts.state() | log.state())
+                    self._wait()
+                    failed = None
+                except UserError as failure:  # of all ranks
+                    failed = failure
+            if failed:
+                raise failed
 
             repo_id = self.config.hub_repo_id
             if repo_id and step == rollouts.num_steps and is_main():
@@ -295,10 +291,7 @@ class Checkpoints:
                 raise error  # also where saving failed
 
     def _wait(self) -> None:
-        """Wait until the last save is on the disk.
-
-        Reports a save that failed; a second one in a row is a UserError.
-        """
+        """Wait until the last save is on the disk, or raise a UserError that says why not."""
         written = self._writing
         if not written:
             return
@@ -309,12 +302,7 @@ class Checkpoints:
         if cause:
             path = self.folder / f"checkpoint-{self._saved}"
             self._saved = 0
-            failure = f"{path} cannot be written, checkpoints before it are whole: {cause}"
-            if self._last_failed:
-                raise UserError(failure)
-            if is_main():
-                tqdm.write(failure)
-        self._last_failed = bool(cause)
+            raise UserError(f"{path} cannot be written, checkpoints before it are whole: {cause}")
 
     def _write(self, part: Path, shards: Any, weights: dict[str, Tensor], state: Any) -> None:
         """Write a checkpoint and remove old ones, in the background.
@@ -330,67 +318,53 @@ class Checkpoints:
             self.processor.save_pretrained(part)
             (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
             torch.save(state, part / TRAINER / "state.pt")
-            for file in [*part.rglob("*"), part]:
+            for file in [*part.rglob("*"), part]:  # on the disk before it has its name
                 _sync(file)
-
-            _remove(path)
+            self._remove(path)
             part.rename(path)
         finally:  # a half goes at once, as the disk may be full
             shutil.rmtree(part, ignore_errors=True)
         _sync(self.folder)
-        tqdm.write(f"saved {path}")
+        print(f"saved {path}")
 
         if self.config.keep_last_n:
             found = checkpoints_in(self.folder)
             for step in sorted(found)[: -self.config.keep_last_n]:
-                _remove(found[step])
+                self._remove(found[step])
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint; its name never stands for half a checkpoint."""
+        if path.exists():
+            removed = path.rename(mkdtemp(".part", "checkpoint-", self.folder))
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def _make_way(folder: Path, step: int) -> None:
-    """Rename what is in the way of a run that goes on from `step`, or with 0 starts anew.
+    """Move what is in the way of a run that goes on from `step`, or with 0 starts anew.
 
-    Later checkpoints get the ending .old. Of an earlier run everything goes to `<folder>.1`, or
-    the next number that is free.
+    It goes to `<folder>.1`, or the next number that is free: later checkpoints, or all that an
+    earlier run has written.
     """
     for left in folder.glob("checkpoint-*.part"):
         shutil.rmtree(left, ignore_errors=True)  # a crash left it
-    found = checkpoints_in(folder)
-
-    if step:
-        for later in found:
-            if later > step:
-                path = found[later]
-                aside = path.with_suffix(".old")
-                print(f"{path} is later, and gets the ending .old", flush=True)
-                _remove(aside)
-                path.rename(aside)
-        return
-
+    moved = [path for number, path in checkpoints_in(folder).items() if number > step]
     metrics = folder / "metrics.jsonl"
-    if not found and not (metrics.exists() and metrics.stat().st_size):
-        for path in folder.glob("failed_*.jsonl"):  # of a start that came to no step
-            path.unlink()
+    if step == 0 and (moved or metrics.exists()):
+        moved = []
+        for name in WRITTEN:
+            moved += folder.glob(name)
+    if not moved:
         return
+
     numbers = count(1)
     aside = folder
     while aside.exists():
         aside = Path(f"{folder.resolve()}.{next(numbers)}")
-    print(f"{folder} has an earlier run, which goes to {aside}", flush=True)
-    with naming(f"output_dir={folder} has an earlier run that cannot be moved: take another"):
+    print(f"{folder} has an earlier run, or later steps, which go to {aside}", flush=True)
+    with naming(f"output_dir={folder}: what is in its way cannot be moved: take another"):
         aside.mkdir()
-        for name in WRITTEN:
-            for path in folder.glob(name):
-                path.rename(aside / path.name)
-
-
-def _in_a_line(error: BaseException | None) -> str:
-    """The cause of a failed save or load; empty where there is no error."""
-    if error is None:
-        return ""
-    if isinstance(error, dcp.CheckpointException):  # of the first rank that failed
-        error = next(iter(error.failures.values()))[0]
-    text = str(error.__cause__ or error).strip() or repr(error)
-    return text.splitlines()[0]
+        for path in moved:
+            path.rename(aside / path.name)
 
 
 def _sync(path: Path) -> None:
@@ -399,8 +373,8 @@ def _sync(path: Path) -> None:
     os.close(handle)
 
 
-def _remove(path: Path) -> None:
-    """Remove a checkpoint; its name never stands for half a checkpoint."""
-    if path.exists():
-        renamed = path.rename(mkdtemp(".part", "checkpoint-", path.parent))
-        shutil.rmtree(renamed, ignore_errors=True)
+def _in_a_line(error: BaseException | None) -> str:
+    """The cause of a failed save or load, of any rank; empty where there is no error."""
+    if error is None:
+        return ""
+    return (str(error) or repr(error)).strip().splitlines()[-1]

@@ -40,9 +40,7 @@ def check_complete(
     faults = ""
     for kind, names in kinds.items():
         found = sorted(names)
-        if len(found) > MOST_NAMES:
-            found[MOST_NAMES:] = [f"and {len(found) - MOST_NAMES} more"]
         if found:
-            faults += f"; {kind}: {', '.join(found)}"
+            faults += f"; {len(found)} {kind}: {', '.join(found[:MOST_NAMES])}"
     if faults:
         raise UserError(f"the weights of {source} do not fit the model{faults}")

@@ -31,12 +31,9 @@ FILES = ("metrics", "completions", "held_out", "dropped")  # each ends in .jsonl
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # JSON has no NaN and infinity: they become null
 
 MAX_SHOWN = 2000  # characters of a column, of a message, of a segment's prompt
-UNREADABLE = "\ufffd"  # what a part of a character is decoded as
-MAX_PARTS = 4  # tokens of a character, as UTF-8 has at most four bytes for it
 LARGEST_SIDE = 512  # pixels of a copy of an image
 
 MAX_ROWS = 256  # completions in a tracker's table
-MAX_CELL = 10_000  # characters
 
 PRINTED = (  # patterns of names, in the order of a line
     "reward", "rewards/*", "rewards_failed", "rollouts_failed", "eval/accuracy", "eval/reward",
@@ -44,24 +41,8 @@ PRINTED = (  # patterns of names, in the order of a line
     "frac_reward_zero_std", "completions/mean_length", "time/step_s", "loss/*",
 )  # fmt: skip
 IDLE = "idle: trainer {idle/trainer:.0%}, servers {idle/servers:.0%}"
-LIVE = {"reward": "reward", "eval/reward": "eval"}  # names in the live line
-MAX_CUT = 0.9  # share of completions that run into max_completion_len without a warning
 WINDOW = 5  # steps whose mean is compared with that of the first ones
-WARNINGS = {
-    "no_signal": (
-        "warning: no advantages, as every prompt's completions have the same reward (mean "
-        "{metrics[reward]:.4g}): read them with `python scripts/show.py {config.output_dir}`"
-    ),
-    "cut": (
-        "warning: max_completion_len={config.max_completion_len} cuts "
-        "{metrics[completions/clipped_ratio]:.0%} of completions: raise it, or see why the model "
-        "does not end its answers (EOS, chat template)"
-    ),
-    "collapse": (
-        "warning: {fallen}: has the policy collapsed? Lower learning_rate or set beta, and read "
-        "`python scripts/show.py {config.output_dir}`"
-    ),
-}
+MAX_CUT = 0.9  # share of completions that run into max_completion_len without a warning
 
 # -- The files -------------------------------------------------------------------------------------
 
@@ -82,7 +63,10 @@ class RunLog:
         each step.
         """
         self.config = config
+        self.num_steps = num_steps
         self._noting_failure = noting_failure
+        self._recent_s = deque[float](maxlen=50)  # seconds of steps, with their evaluations
+        self._values: dict[str, list[float]] = {"reward": [], "entropy": []}  # the finite ones
         self._on_step: list[Any] = []
         self._tokenizer = None
         if config.on_step:
@@ -97,24 +81,31 @@ class RunLog:
             return
 
         folder = Path(config.output_dir)
+        show = f"python scripts/show.py {folder} --html"
+        parts.callback(print, f"curves and completions on a page: `{show}`")
         (folder / "run_id").write_text(self.run_id)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-        self._files = {}
-        for name in FILES:
-            path = folder / f"{name}.jsonl"
-            if resumed:
-                cut_after(path, resumed["step"])
-            self._files[name] = parts.enter_context(path.open("ab", 0))
+        if resumed:
+            for name in FILES:
+                cut_after(folder / f"{name}.jsonl", resumed["step"])
 
         self._writer = parts.enter_context(ThreadPoolExecutor(1))
         self._written: Future[None] = self._writer.submit(lambda: None)
         parts.callback(lambda: self._written.result())
-        self._terminal = Terminal(num_steps, config)
-        parts.callback(self._terminal.close)
         self._trackers: list[Any] = []
-        for package in ("wandb", "trackio"):
-            if getattr(config, f"use_{package}"):
-                tracker = open_tracker(package, self.run_id, config)
+        for package, is_wanted in {
+            "wandb": config.use_wandb,
+            "trackio": config.use_trackio,
+        }.items():
+            if is_wanted:
+                tracker: Any = importlib.import_module(package)
+                # A resumed run has the same id, and continues there.
+                options = {"project": config.wandb_project, "resume": "allow"}
+                if package == "wandb":
+                    options |= {"id": self.run_id, "dir": config.output_dir}
+                else:  # trackio knows a run by its name, and keeps all of them in TRACKIO_DIR
+                    options["name"] = self.run_id
+                tracker.init(config=to_json(config), **options)
                 self._trackers.append(tracker)
                 parts.callback(tracker.finish)
 
@@ -138,24 +129,20 @@ class RunLog:
                 metrics = of_batch | batch.metrics | metrics
                 metrics["time/train_s"] -= metrics["time/wait_s"]
             batch = batch or Batch()
-            in_order = sorted(batch.groups, key=lambda group: group.id)
-            logged = in_order[: self.config.logged_groups]
 
             self._written.result()  # raises the error of the step before, as of its `on_step`
-            self._written = self._writer.submit(
-                self._write, step, metrics, batch, logged, held_out or {}
-            )
-            self._terminal.show(step, metrics)
+            self._written = self._writer.submit(self._write, step, metrics, batch, held_out or {})
+            self._print(step, metrics)
             for tracker in self._trackers:
-                send(tracker, step, metrics, logged, self.config)
+                send(tracker, step, metrics, batch, self.config)
             if step == 0:
                 self._written.result()  # ends a run before it trains
 
     def _write(
-        self, step: int, metrics: dict[str, float], batch: Batch, logged: list[Group],
-        held_out: dict[str, list[Group]],
-    ) -> None:  # fmt: skip
+        self, step: int, metrics: dict[str, float], batch: Batch, held_out: dict[str, list[Group]]
+    ) -> None:
         """Write a step's lines, and images of the groups that they show; then call `on_step`."""
+        logged = batch.groups[: self.config.logged_groups]
         rows: Any = {"metrics": [metrics], "held_out": [], "dropped": []}
         rows["completions"] = batch_samples(logged, self.config, tokenizer=self._tokenizer)
         for name, groups in held_out.items():
@@ -164,19 +151,70 @@ class RunLog:
             fate = {"reason": group.dropped, "why": group.why}
             rows["dropped"].append({"group": group.id, "row": group.prompt.index, **fate})
 
-        with naming("an image of a prompt cannot be written"):
+        folder = Path(self.config.output_dir)
+        with naming(f"output_dir={folder} cannot be written"):
             for group in chain(logged, *held_out.values()):
-                write_images(group, Path(self.config.output_dir) / "images")
-
-        for name, file in self._files.items():
-            with naming(f"{file.name} cannot be written"):
-                data = encoded([{"step": step, **row} for row in rows[name]])
-                if file.write(data) < len(data):
-                    raise ValueError("the disk is full")
+                write_images(group, folder / "images")
+            for name in FILES:
+                with (folder / f"{name}.jsonl").open("ab") as file:
+                    file.write(encoded([{"step": step, **row} for row in rows[name]]))
 
         for on_step in self._on_step:
             with naming_function("on_step"):
                 on_step(step, dict(metrics), list(batch.groups))
+
+    def _print(self, step: int, metrics: dict[str, float]) -> None:
+        """Print a line every `log_steps` and after an evaluation; warn of a first batch."""
+        config = self.config
+        has_signal = config.advantage_fn or config.loss_fn or config.beta
+        if step == 1 and metrics.get("frac_reward_zero_std") == 1 and not has_signal:
+            print(
+                "warning: no advantages, as every prompt's completions have the same reward: read "
+                "them with scripts/show.py"
+            )
+        if step == 1 and metrics.get("completions/clipped_ratio", 0.0) > MAX_CUT:
+            print(
+                "warning: nearly all completions are cut: raise max_completion_len, or see why the "
+                "model does not end its answers (EOS, chat template)"
+            )
+        self._warn_of_collapse(metrics)
+
+        words = [f"step {step}/{self.num_steps}"]
+        for pattern in PRINTED:
+            for name in fnmatch.filter(metrics, pattern):
+                if metrics[name] or not name.endswith("_failed"):
+                    words.append(f"{name} {metrics[name]:.4g}")
+        if "time/step_s" in metrics:
+            self._recent_s.append(metrics["time/step_s"] + metrics.get("time/eval_s", 0.0))
+            left_s = fmean(self._recent_s) * (self.num_steps - step)
+            speed = tqdm.format_sizeof(metrics["tokens_per_s/trained"])
+            words += [f"{tqdm.format_interval(left_s)} left", f"{speed} tok/s"]
+            words.append(IDLE.format_map(metrics))
+        if step % config.log_steps == 0 or "eval/reward" in metrics:
+            print(" · ".join(words))
+
+    def _warn_of_collapse(self, metrics: dict[str, float]) -> None:
+        """Print once that reward or entropy fell to a tenth, by means of `WINDOW` steps.
+
+        A policy that learns to be sure has little entropy too, and a higher reward.
+        """
+        for name, values in self._values.items():
+            if math.isfinite(metrics.get(name, math.nan)):
+                values.append(metrics[name])
+        for name, values in self._values.items():
+            if len(values) < 2 * WINDOW:
+                continue
+            first = fmean(values[:WINDOW])
+            last = fmean(values[-WINDOW:])
+            if name == "reward" and last > first:
+                return  # it learns
+            if first > 0 and last < first / 10:
+                print(
+                    f"warning: {name} fell from {first:.3g} to {last:.3g}: has the policy "
+                    "collapsed? Lower learning_rate or set beta, and read scripts/show.py"
+                )
+                self._values = {}
+                return
 
     def state(self) -> dict[str, Any]:
         """The state by which a later run continues these files.
@@ -194,8 +232,7 @@ def encoded(lines: list[dict[str, Any]]) -> bytes:
         return ENCODER.encode_lines(lines)
     except UnicodeEncodeError:  # UTF-8 cannot hold it
         text = json.dumps(lines, ensure_ascii=False, default=repr)
-        data = text.encode("utf-8", "xmlcharrefreplace")
-        return ENCODER.encode_lines(json.loads(data, parse_constant=lambda _: None))
+        return ENCODER.encode_lines(json.loads(text.encode("utf-8", "xmlcharrefreplace")))
 
 
 def cut_after(path: Path, step: int) -> None:
@@ -205,14 +242,12 @@ def cut_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    with path.open("rb+") as lines:  # in bytes, a line ends with \n alone
+    # In bytes, a line ends with \n alone.
+    with naming(f"{path} has a damaged line: remove it"), path.open("rb+") as lines:
         size = 0
-        for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):
+        for line in lines:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                 break
-            with naming(f"{path}: line {number} is damaged: remove it"):
-                if json.loads(line)["step"] > step:
-                    break
             size += len(line)
         lines.truncate(size)
 
@@ -238,7 +273,7 @@ def batch_samples(
                 "prompt": group.prompt.content,
                 "columns": shortened(group.prompt.columns),
                 "set": set_name or group.prompt.set or None,
-                "images": list(map(image_name, image_urls(group))) or None,
+                "images": [name for name, value in images_of(group)] or None,
                 "completion": text,
                 "reward": group.reward[number],
                 "rewards": dict(zip(names, group.rewards[number].tolist(), strict=True)),
@@ -259,7 +294,8 @@ def segment_fields(segment: Completion, group: Group, tokenizer: Any) -> dict[st
     """
     fields: dict[str, Any] = {"weight_versions": version_spans(segment.weight_versions)}
     if tokenizer:
-        fields["tokens"] = token_texts(segment.token_ids.tolist(), tokenizer)
+        token_ids = segment.token_ids.tolist()
+        fields["tokens"] = [token_text(tokenizer, token_id) for token_id in token_ids]
         logprobs = segment.sampler_logprobs.double()
         fields["logprobs"] = logprobs.round(decimals=2).tolist()  # 5 bytes each
         own_prompt = segment.prompt_ids
@@ -269,58 +305,33 @@ def segment_fields(segment: Completion, group: Group, tokenizer: Any) -> dict[st
     return fields
 
 
-def token_texts(token_ids: list[int], tokenizer: Any) -> list[str]:
-    """The text of each token, for a reader who goes from token to token.
-
-    A character of several tokens is given whole to the last of them, and "" to the others. Joined,
-    the texts are the decoded completion, except where its bytes are not valid UTF-8.
-    """
-    texts: list[str] = []
-    part: tuple[int, ...] = ()  # tokens that make no whole character yet
-    for token_id in token_ids:
-        part = (*part, token_id)
-        text = text_behind(tokenizer, part)
-        if text.endswith(UNREADABLE) and len(part) < MAX_PARTS:
-            text = ""
-        else:
-            part = ()
-        texts.append(text)
-    return texts
-
-
 @lru_cache(maxsize=1 << 18)
-def text_behind(tokenizer: Any, token_ids: tuple[int, ...]) -> str:
-    """The text of tokens behind others: at its beginning some tokenizers leave out a space."""
-    once = list(token_ids)
-    return as_sampled(once + once, tokenizer).removeprefix(as_sampled(once, tokenizer))
+def token_text(tokenizer: Any, token_id: int) -> str:
+    """The text of a token behind another: at its beginning some tokenizers leave out a space."""
+    once = as_sampled([token_id], tokenizer)
+    return as_sampled([token_id, token_id], tokenizer).removeprefix(once)
 
 
-def shortened(values: dict[str, Any]) -> dict[str, Any]:
-    """Columns whose text is cut to `MAX_SHOWN` characters; of a conversation, each message's."""
-    found = {}
-    for name, value in values.items():
-        text = value if isinstance(value, str) else repr(value)
-        found[name] = value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN]
-        is_list = name == "messages" and isinstance(value, list)
-        if is_list and all(isinstance(message, dict) for message in value):
-            found[name] = list(map(shortened, value))
-    return found
+def shortened(value: Any, name: str = "") -> Any:
+    """A column cut to `MAX_SHOWN` characters; of a dictionary or conversation, each part of it."""
+    if isinstance(value, dict):
+        return {key: shortened(item, key) for key, item in value.items()}
+    if name == "messages" and isinstance(value, list):
+        return list(map(shortened, value))
+    text = value if isinstance(value, str) else repr(value)
+    return value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN]
 
 
-def image_urls(group: Group) -> list[str]:
-    """The images of a group's prompt, as data URIs."""
-    return group.prompt.images.urls if group.prompt.images else []
-
-
-def image_name(url: str) -> str:
-    """The file name of an image: the same image has it in every step."""
-    return f"{hashlib.sha256(url.encode()).hexdigest()[:20]}.jpg"
+def images_of(group: Group) -> list[tuple[str, str]]:
+    """The images of a group's prompt: file names, by their content, and data URIs."""
+    urls = group.prompt.images.urls if group.prompt.images else []
+    return [(f"{hashlib.sha256(url.encode()).hexdigest()[:20]}.jpg", url) for url in urls]
 
 
 def write_images(group: Group, folder: Path) -> None:
     """Write a small copy of each image of the group's prompt into `folder`, once."""
-    for url in image_urls(group):
-        path = folder / image_name(url)
+    for name, url in images_of(group):
+        path = folder / name
         if not path.exists():
             image = open_image(url)
             image.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
@@ -331,19 +342,8 @@ def write_images(group: Group, folder: Path) -> None:
 # -- Weights & Biases, and trackio -----------------------------------------------------------------
 
 
-def open_tracker(package: str, run_id: str, config: TrainConfig) -> Any:
-    """The package with an open run; a resumed run has the same id, and continues there."""
-    tracker: Any = importlib.import_module(package)
-    options = {"project": config.wandb_project, "config": to_json(config), "resume": "allow"}
-    if package == "wandb":
-        tracker.init(id=run_id, dir=config.output_dir, **options)
-    else:  # trackio knows a run by its name, and keeps all of them in TRACKIO_DIR
-        tracker.init(name=run_id, **options)
-    return tracker
-
-
 def send(
-    tracker: Any, step: int, metrics: dict[str, float], logged: list[Group], config: TrainConfig
+    tracker: Any, step: int, metrics: dict[str, float], batch: Batch, config: TrainConfig
 ) -> None:
     """Send a step, with a table of its completions every `log_completions_steps`."""
     sent: dict[str, Any] = {}
@@ -352,97 +352,12 @@ def send(
         sent[name if "/" in name else f"train/{name}"] = value
 
     interval = config.log_completions_steps
-    if logged and interval and step % interval == 0:
-        samples = batch_samples(logged, config)
+    if batch.groups and interval and step % interval == 0:
+        samples = batch_samples(batch.groups[: config.logged_groups], config)
         rows = []
         for sample in samples[:MAX_ROWS]:
-            rows.append([cell(sample.get(name)) for name in samples[0]])
+            cells = [sample.get(name) for name in samples[0]]
+            # Numbers stay, all else becomes text.
+            rows.append([each if isinstance(each, float | int) else str(each) for each in cells])
         sent["completions/table"] = tracker.Table(columns=list(samples[0]), data=rows)
     tracker.log(sent, step=step)
-
-
-def cell(value: Any) -> float | str:
-    """A cell of a table: numbers stay, all else becomes text."""
-    return value if isinstance(value, float | int) else str(value)[:MAX_CELL]
-
-
-# -- The terminal ----------------------------------------------------------------------------------
-
-
-class Terminal:
-    """Prints a run's progress, with the time left."""
-
-    def __init__(self, num_steps: int, config: TrainConfig):
-        self.config = config
-        self.num_steps = num_steps
-        self.recent_s = deque[float](maxlen=50)  # seconds of steps, with their evaluations
-        self.last: dict[str, float] = {}  # the last value of each metric
-        self.values: dict[str, list[float]] = {"reward": [], "entropy": []}  # the finite ones
-        self.warnings = dict(WARNINGS)  # not printed yet
-        self.patterns = list(PRINTED)
-        if len(config.reward_funcs) == 1:  # it is the reward
-            self.patterns.remove("rewards/*")
-        self.bar = tqdm(disable=None, bar_format="{desc}")
-
-    def close(self) -> None:
-        """End the live line, and say where all of the run can be seen."""
-        self.bar.close()
-        if self.last:  # else it ended before its first step
-            folder = self.config.output_dir
-            print(f"curves and completions on a page: `python scripts/show.py {folder} --html`")
-
-    def show(self, step: int, metrics: dict[str, float]) -> None:
-        """Renew the live line; print one every `log_steps` and after an evaluation."""
-        self.warn(step, metrics)
-        self.last |= metrics
-        head = f"step {step}/{self.num_steps}"
-        pace = []
-        if "time/step_s" in metrics:
-            self.recent_s.append(metrics["time/step_s"] + metrics.get("time/eval_s", 0.0))
-            left_s = fmean(self.recent_s) * (self.num_steps - step)
-            speed = tqdm.format_sizeof(metrics["tokens_per_s/trained"])
-            pace = [f"{tqdm.format_interval(left_s)} left", f"{speed} tok/s"]
-            if len(self.recent_s) > 1:  # the first step's groups were sampled before it began
-                pace.append(IDLE.format_map(metrics))
-
-        live = [f"{LIVE[name]} {self.last[name]:.4g}" for name in LIVE if name in self.last]
-        self.bar.set_description_str(" · ".join([head, *live, *pace]))
-        if step % self.config.log_steps == 0 or "eval/reward" in metrics:
-            shown = []
-            for pattern in self.patterns:
-                for name in fnmatch.filter(metrics, pattern):
-                    if metrics[name] or not name.endswith("_failed"):
-                        shown.append(f"{name} {metrics[name]:.4g}")
-            tqdm.write(" · ".join([head, *shown, *pace]))
-
-    def warn(self, step: int, metrics: dict[str, float]) -> None:
-        """Print each warning that holds, once.
-
-        A policy that learns to be sure has little entropy too, and a higher reward. Means of
-        `WINDOW` steps are compared, as one batch may have no solved problem.
-        """
-        for name in self.values.keys() & metrics.keys():
-            if math.isfinite(metrics[name]):
-                self.values[name].append(metrics[name])
-        fallen = []
-        for name, values in self.values.items():
-            if len(values) < 2 * WINDOW:
-                continue
-            first = fmean(values[:WINDOW])
-            last = fmean(values[-WINDOW:])
-            if name == "reward" and last > first:
-                break  # it learns
-            if first > 0 and last < first / 10:
-                fallen.append(f"{name} fell from {first:.3g} to {last:.3g}")
-
-        config = self.config
-        has_signal = config.advantage_fn or config.loss_fn or config.beta
-        holds = {
-            "no_signal": step == 1 and metrics.get("frac_reward_zero_std") == 1 and not has_signal,
-            "cut": metrics.get("completions/clipped_ratio", 0.0) > MAX_CUT,
-            "collapse": fallen,
-        }
-        known = {"config": config, "metrics": metrics, "fallen": ", ".join(fallen)}
-        for name in list(self.warnings):
-            if holds[name]:
-                tqdm.write(self.warnings.pop(name).format(**known))

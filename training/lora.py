@@ -37,7 +37,15 @@ def add_lora(
     targets = config.lora_target_modules
     if targets == ["all-linear"]:  # peft's word for the default here
         targets = None
-    _check_lora_targets(model, targets or ())
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    tied = set()
+    if head is not None and head.weight is embedding.weight:
+        tied = {embedding, head}  # one matrix cannot take the adapter of one of its two uses
+    names = [f".{name}" for name, module in model.named_modules() if module not in tied]
+    for target in targets or ():
+        if not any(name.endswith(f".{target}") for name in names):
+            raise UserError(f"lora_target_modules: {target} is no module, or a tied embedding")
     with naming("lora_target_modules"):
         lora_config = LoraConfig(
             r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
@@ -51,21 +59,3 @@ def add_lora(
             "name attention layers"
         )
     return model
-
-
-def _check_lora_targets(model: Any, targets: Sequence[str]) -> None:
-    """Refuse targets without a module, and an embedding tied to the head."""
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    tied = set()
-    if head is not None and head.weight is embedding.weight:
-        tied = {embedding, head}  # one matrix cannot take the adapter of one of its two uses
-    modules = model.named_modules()
-    names = [name for name, module in modules if module._parameters and module not in tied]
-    for target in targets:
-        if not any(f".{name}".endswith(f".{target}") for name in names):
-            leaves = {name.rpartition(".")[2] for name in names}
-            raise UserError(
-                f"lora_target_modules: {target} is no module, or a tied embedding; "
-                f"the model has {', '.join(sorted(leaves))}"
-            )

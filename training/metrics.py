@@ -18,7 +18,7 @@ from training.batching import MicroBatch
 from utils import gather_objects
 
 MIN_COMPARED = 32  # tokens by which a server is compared with the trainer: as many as a probe has
-LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # what a loss may name, besides loss/...
+LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high", "loss/")  # as the sums of a loss begin
 MAX_SERVERS = 1 << 15  # as many as int16 has numbers for
 
 # By a server's number the mean of |log p trainer - log p server|, nats, over the tokens that it
@@ -42,7 +42,7 @@ class TokenSums:
 
     def add(
         self, loss_sums: dict[str, Tensor], entropy: Tensor, trainer_logprobs: Tensor,
-        micro_batch: MicroBatch, compares_servers: bool,
+        micro_batch: MicroBatch,
     ) -> None:  # fmt: skip
         """Count a micro-batch in.
 
@@ -52,7 +52,6 @@ class TokenSums:
             trainer_logprobs: [N], nats, before the batch's first update, where they are kept; else
                 of this forward.
             micro_batch: with the server's log-probs.
-            compares_servers: count it for each server, too.
         """
         mask = micro_batch.mask
         gap = (trainer_logprobs - micro_batch.sampler_logprobs).where(mask > 0, 0.0)
@@ -70,9 +69,8 @@ class TokenSums:
             self.totals[name] += value.detach().double()
 
         self.max_gap = torch.maximum(self.max_gap, distance.max())
-        if compares_servers:
-            columns = torch.stack([distance, mask]).double()
-            self.by_server.index_add_(1, micro_batch.servers.long(), columns)
+        columns = torch.stack([distance, mask]).double()
+        self.by_server.index_add_(1, micro_batch.servers.long(), columns)
 
     def metrics(self) -> tuple[dict[str, float], Gaps]:
         """Means over all ranks' tokens, and mean |Δ| by server. Collective.
@@ -112,10 +110,9 @@ def check_loss(loss: Tensor, sums: dict[str, Tensor]) -> None:
     if loss.ndim > 0 or not loss.requires_grad:
         raise TypeError(f"it must return a scalar of logprobs first, and returned {loss}")
     for name, value in sums.items():
-        is_known = name in LOSS_SUMS or name.startswith("loss/")
-        if value.ndim > 0 or not is_known:
+        if value.ndim > 0 or not name.startswith(LOSS_SUMS):
             names = ", ".join(LOSS_SUMS)
-            raise TypeError(f"it must return scalar sums named {names} or loss/..., not {name}")
+            raise TypeError(f"it must return scalar sums named {names}..., not {name}")
 
 
 def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dict[str, float]:

@@ -49,10 +49,8 @@ from training.lora import add_lora
 from training.low_memory import in_4bit, use_differentiable_layout
 from training.moving_reference import MovingReference
 from training.vision import freeze_unused, frozen_modules, run_tower_always
-from utils import all_ranks_meet, gather_objects, is_main, naming
+from utils import gather_objects, is_main, naming
 from weights.publish import unwrap
-
-ALONE_S = 60.0  # in which other ranks have ended the comparison that this one has refused
 
 # -- Policy and reference --------------------------------------------------------------------------
 
@@ -97,11 +95,10 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
     try:
         _attach(policy, config, example, verify=True)
     except ValueError as error:
-        refusal = error
-    # A rank that refuses alone may have left the others in a forward, where they wait for it.
-    if not all_ranks_meet(ALONE_S) and refusal:
-        raise refusal
-    reasons = [reason for reason in gather_objects(refusal and str(refusal)) if reason]
+        refusal = str(error)
+        # A rank that refuses alone may have left the others in a forward, where they wait for it.
+        print(f"rank {dist.get_rank()}: {refusal}", flush=True)
+    reasons = [reason for reason in gather_objects(refusal) if reason]
     if reasons and is_main():
         print(f"share_prefix is off, each prompt is forwarded once per completion: {reasons[0]}")
     return replace(config, share_prefix=not reasons)
@@ -175,7 +172,7 @@ def with_bf16(config: TrainConfig) -> TrainConfig:
     wanted = has_bf16 and (config.dtype == "float32" or config.use_peft)
     if config.use_fsdp:
         return replace(config, bf16=False, fsdp_bf16=wanted or config.fsdp_bf16)
-    return replace(config, bf16=wanted, fsdp_bf16=False)
+    return replace(config, bf16=wanted)
 
 
 def load_model_config(config: TrainConfig) -> tuple[Any, Any]:

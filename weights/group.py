@@ -1,12 +1,10 @@
 """The process group that weights travel over: a trainer, and the workers of all its servers."""
 
 import hashlib
-import json
 import os
 import socket
 import threading
 import time
-from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch import Tensor
 # Two buckets are alive at a time: one travels while the next is gathered.
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 CHUNK_BYTES = 4 << 20  # that a worker passes on at a time, over gloo
-MOST_UNSENT = 16  # chunks that it has yet to pass on
 
 _making = threading.Lock()
 
@@ -59,20 +56,20 @@ class WeightGroup:
         self.device = device
         self._uses_nccl = meeting.backend == "nccl"
         self._wire = device if self._uses_nccl else torch.device("cpu")  # where bytes travel from
-        self._works: deque[Any] = deque()  # that are under way
+        self._works: list[Any] = []  # that are under way
         self._lends = meeting.backend == "ipc"  # memory, in place of bytes
         torch.get_device_module(device).set_device(device)  # of this thread
         self._group: Any = None
         try:
+            limit = timedelta(seconds=meeting.timeout_s)
             if not store:
-                limit = timedelta(seconds=meeting.timeout_s)
                 store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
             # Once they have met, nothing in the store counts any more.
             prefix = hashlib.sha256(meeting.secret.encode()).hexdigest()
             place = dist.PrefixStore(prefix, store)
             place.set(f"here/{rank}", "")  # nccl would wait for others without a limit
             everybody = [f"here/{member}" for member in range(meeting.world_size)]
-            place.wait(everybody, timedelta(seconds=meeting.timeout_s))
+            place.wait(everybody, limit)
             self._group = make_group(meeting, rank, place)
             self._greet()
         except RuntimeError as error:
@@ -85,15 +82,13 @@ class WeightGroup:
 
     def _greet(self) -> None:
         """Make sure that each member knows the secret; this makes nccl's communicator, too."""
-        world_size = self.meeting.world_size
-        words = [f"{self.meeting.secret}{rank}".encode() for rank in range(world_size)]
-        digests = b"".join(hashlib.sha256(word).digest() for word in words)
-        expected = _bytes(digests).to(self._wire)
-        found = torch.empty_like(expected)
-        own = expected.chunk(world_size)[self.rank].clone()
+        words = [f"{self.meeting.secret}{rank}" for rank in range(self.meeting.world_size)]
+        digests = [hashlib.sha256(word.encode()).digest() for word in words]
+        own = _bytes(digests[self.rank]).to(self._wire)
+        found = own.repeat(len(digests))
         self._works.append(self._group._allgather_base(found, own))
         self._settle()
-        if not torch.equal(found, expected):
+        if bytes(found.tolist()) != b"".join(digests):
             raise RuntimeError("a stranger is among them")
 
     def send(self, entries: list[Any], buffer: Tensor) -> None:
@@ -102,8 +97,8 @@ class WeightGroup:
         Raises:
             RuntimeError: it does not go off in time.
         """
-        handle = handle_of(buffer) if entries and self._lends else ""
-        text = _bytes(json.dumps([entries, len(buffer), handle]).encode())
+        handle = handle_of(buffer) if entries and self._lends else None
+        text = _bytes(msgspec.msgpack.encode((entries, len(buffer), handle)))
         self._give(torch.tensor([len(text)]).view(torch.uint8))
         self._give(text)
         needs_bytes = torch.tensor([not handle], dtype=torch.uint8)
@@ -122,8 +117,7 @@ class WeightGroup:
             self._works.append(self._group.broadcast([data], dist.BroadcastOptions()))
         elif self.rank + 1 < self.meeting.world_size:
             for chunk in data.split(CHUNK_BYTES):
-                if len(chunk):
-                    self._works.append(self._group.send([chunk], self.rank + 1, 0))
+                self._works.append(self._group.send([chunk], self.rank + 1, 0))
 
     def receive(self) -> dict[str, Tensor]:
         """Take the next bucket on a worker, in fresh memory; an empty one ends the update.
@@ -132,9 +126,10 @@ class WeightGroup:
             RuntimeError: nothing comes in time, or another member has failed.
         """
         length = int(self._take(8).view(torch.int64))
-        entries, size, handle = json.loads(bytes(self._take(length).tolist()))
-        buffer = copied(handle, size, self.device) if handle else None
+        entries, size, handle = msgspec.msgpack.decode(bytes(self._take(length).tolist()))
+        buffer = None
         if handle:
+            buffer = copied(handle, self.device)
             needs_bytes = torch.tensor([buffer is None], dtype=torch.uint8)
             self._works.append(self._group.send([needs_bytes], 0, 0))
         if buffer is None:
@@ -151,13 +146,12 @@ class WeightGroup:
             self._give(data)  # which fills it
             self._settle()
             return data
-        chunks = [chunk for chunk in data.split(CHUNK_BYTES) if len(chunk)]
+        chunks = data.split(CHUNK_BYTES)
         coming = [self._group.recv([chunk], self.rank - 1, 0) for chunk in chunks]
         for chunk, work in zip(chunks, coming, strict=True):
             work.wait()
+            self._settle()  # the chunk before it has gone off
             self._give(chunk)
-            while len(self._works) > MOST_UNSENT:
-                self._works.popleft().wait()
         return data
 
     def _settle(self) -> None:
@@ -167,8 +161,9 @@ class WeightGroup:
             RuntimeError: one fails, or takes longer than `timeout_s`.
         """
         ends_s = time.monotonic() + self.meeting.timeout_s
-        while self._works:
-            work = self._works.popleft()
+        works = self._works
+        self._works = []
+        for work in works:
             while self._uses_nccl and not work.is_completed():
                 if time.monotonic() > ends_s:
                     raise RuntimeError(
@@ -207,14 +202,12 @@ def make_group(meeting: Meeting, rank: int, store: Any) -> Any:
     # Each group reads the variable as it is made, and the trainer's own must not see it.
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _making:
-        before = os.environ.get(name)
+        before = os.environ.get(name, "0")
         os.environ[name] = "1"
         try:
             return nccl(store, rank, meeting.world_size, options)
         finally:
-            del os.environ[name]
-            if before is not None:
-                os.environ[name] = before
+            os.environ[name] = before
 
 
 def packed(
@@ -226,18 +219,19 @@ def packed(
     dtype, shape, first byte and end of each tensor, and the buffer.
     """
     entries = []
-    parts = [torch.empty(0, dtype=torch.uint8, device=device)]
-    start = 0
+    zeros = torch.zeros(16, dtype=torch.uint8, device=device)
+    parts = [zeros]  # as gloo sends nothing empty
+    start = 16
     for name, tensor in tensors.items():
-        is_matrix = tensor.ndim > 1 and tensor.is_floating_point()
-        is_wider = is_matrix and tensor.itemsize > dtype.itemsize
-        data = tensor.to(device, dtype if is_wider else tensor.dtype)
+        data = tensor.to(device)
+        is_matrix = data.ndim > 1 and data.is_floating_point()
+        if is_matrix and data.itemsize > dtype.itemsize:
+            data = data.to(dtype)
         end = start + data.nbytes
         entries.append((name, str(data.dtype).removeprefix("torch."), list(data.shape), start, end))
-        padding = -data.nbytes % 16  # behind it a tensor of any dtype may begin
-        parts.append(data.reshape(-1).view(torch.uint8))
-        parts.append(data.new_zeros(padding, dtype=torch.uint8))
-        start = end + padding
+        padding = zeros[: -data.nbytes % 16]  # behind it a tensor of any dtype may begin
+        parts += [data.reshape(-1).view(torch.uint8), padding]
+        start = end + len(padding)
     return entries, torch.cat(parts)
 
 
@@ -263,30 +257,30 @@ def _bytes(data: bytes) -> Tensor:
 # gloo goes through the memory of the host.
 
 
-def handle_of(buffer: Tensor) -> str:
-    """A JSON handle of a GPU tensor of bytes, for other processes; "" where CUDA forbids it."""
+def handle_of(buffer: Tensor) -> list[Any] | None:
+    """A handle of a GPU tensor, of a whole storage of bytes, for others: numbers and bytes.
+
+    None where CUDA forbids it.
+    """
     torch.cuda.current_stream(buffer.device).synchronize()  # its bytes are there
     try:
         fields = buffer.untyped_storage()._share_cuda_()[1:-1]
     except RuntimeError:
-        return ""
+        return None
     # False: there is nothing to wait for, and no event to leak.
-    numbers_and_bytes = [buffer.storage_offset(), *fields, False]
-    return json.dumps(numbers_and_bytes, default=bytes.hex)
+    return [*fields, False]
 
 
-def copied(handle: str, size: int, device: torch.device) -> Tensor | None:
-    """A copy of the tensor of `size` bytes of another process on this GPU.
+def copied(handle: list[Any], device: torch.device) -> Tensor | None:
+    """A copy of the tensor of another process on this GPU, by the `handle_of` it.
 
-    `handle` is made there, by `handle_of`. None where a driver or container forbids to open it.
+    None where a driver or container forbids to open it.
     """
-    start, *given = json.loads(handle)
-    fields = [bytes.fromhex(field) if isinstance(field, str) else field for field in given]
     try:
-        storage = torch.UntypedStorage._new_shared_cuda(device.index, *fields)
+        storage = torch.UntypedStorage._new_shared_cuda(device.index, *handle)
     except RuntimeError:
         return None
     shared = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    buffer = shared[start : start + size].clone()
+    buffer = shared.clone()
     torch.cuda.current_stream(device).synchronize()
     return buffer

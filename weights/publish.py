@@ -54,8 +54,8 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         whole = full_tensor(tensor)
         if name.endswith(".base_layer.weight"):
             layer = base.get_submodule(name.removesuffix(".base_layer.weight"))
-            with torch.no_grad():  # there is one adapter
-                whole = whole + full_tensor(layer.get_delta_weight(*layer.active_adapters))
+            with torch.no_grad():
+                whole = whole + full_tensor(layer.get_delta_weight("default"))  # the one adapter
             whole = whole.to(tensor.dtype)
         yield name.replace(".base_layer.", "."), whole
 
@@ -73,19 +73,22 @@ def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from revert_weight_conversion(base_model(model), dict(layer)).items()
 
 
+def _lora_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield LoRA's weights, whole, by their names in the model. Collective."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if ".lora_" in name:
+            yield name, full_tensor(tensor)
+
+
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield LoRA's A and s·B, whole, by their names in a checkpoint of peft's. Collective."""
     wrapped = unwrap(model)
-    (adapter,) = wrapped.active_adapters
-    for name, tensor in wrapped.state_dict(keep_vars=True).items():
-        if ".lora_" not in name:
-            continue
+    for name, whole in _lora_weights(wrapped):
         module, _, kind = name.partition(".lora_")
-        whole = full_tensor(tensor)
         if kind.startswith(("B", "embedding_B")):
             # With the scale in it a server needs no rank, alpha, or formula of its own.
-            whole = whole * wrapped.get_submodule(module).scaling[adapter]
-        yield name.replace(f".{adapter}", ""), whole
+            whole = whole * wrapped.get_submodule(module).scaling["default"]  # the adapter
+        yield name.replace(".default", ""), whole
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -114,8 +117,6 @@ def host_weights(model: nn.Module) -> dict[str, Tensor]:
     unwrapped = unwrap(model)
     weights = full_weights(model)
     if hasattr(unwrapped, "peft_config"):
-        adapted = unwrapped.state_dict(keep_vars=True).items()
-        weights = ((name, full_tensor(tensor)) for name, tensor in adapted if ".lora_" in name)
-
+        weights = _lora_weights(unwrapped)
     # Every rank takes part in every gather.
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights if is_main()}
