@@ -389,15 +389,19 @@ def test_a_failed_write_ends_a_run(trained, tmp_path, monkeypatch):
     assert checkpoints_of(tmp_path / "run") == ["checkpoint-2"]
 
 
-def test_the_last_save_is_tried_twice(trained, tmp_path, monkeypatch):
-    """A disk may be full for a moment."""
+@pytest.mark.parametrize(("save_steps", "failed"), [(0, 3), (2, 2)])
+def test_the_last_step_is_saved_after_a_failure(
+    trained, tmp_path, monkeypatch, capsys, save_steps, failed
+):
+    """Of its own save, or of an earlier one in the background, which is told, too."""
     save = PreTrainedModel.save_pretrained
     writes = iter([full])
     monkeypatch.setattr(
         PreTrainedModel, "save_pretrained", lambda *a, **more: next(writes, save)(*a, **more)
     )
-    trained(max_steps=2)
-    assert checkpoints_of(tmp_path / "run") == ["checkpoint-2"]
+    trained(max_steps=3, save_steps=save_steps)
+    assert checkpoints_of(tmp_path / "run") == ["checkpoint-3"]
+    assert f"checkpoint-{failed} cannot be written" in capsys.readouterr().out
 
 
 def test_a_disk_that_is_full(trained, resumed, tmp_path, monkeypatch):

@@ -271,8 +271,10 @@ class Checkpoints:
                         self.save(step, rollouts.state() | log.state())
                     self._wait()
                     failed = None
-                except UserError as failure:  # of all ranks
+                except UserError as failure:  # of all ranks, perhaps of an earlier step
                     failed = failure
+                    if is_main():
+                        print(failure, flush=True)
             if failed:
                 raise failed
 
