@@ -135,8 +135,8 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 @contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Turn an error inside into a UserError that says where.
+def naming(where: str, error_type: type[UserError] = UserError) -> Iterator[None]:
+    """Turn an error inside into a UserError, or another of its kinds, that says where.
 
     For what users bring: data, a template, a processor, a function.
     """
@@ -144,7 +144,7 @@ def naming(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         kind = "" if type(error) in (ValueError, UserError) else f"{type(error).__name__}: "
-        raise UserError(" ".join(f"{where}: {kind}{error}".split())) from error
+        raise error_type(" ".join(f"{where}: {kind}{error}".split())) from error
 
 
 @contextmanager

@@ -209,8 +209,7 @@ class _Rollout:
         (call.reply,) = self.server.generate(call.ids, params)
 
         is_ended = call.reply.finish_reason == "stop"
-        kept = [*params.get("stop", ()), *params.get("stop_token_ids", ())]
-        text = spoken(call.reply.token_ids.tolist(), self.server.tokenizer, is_ended, kept)
+        text = spoken(call.reply.token_ids.tolist(), self.server.tokenizer, is_ended, **params)
         if stops:  # which a reply leaves out; it trains
             text = re.split("|".join(map(re.escape, stops)), text, maxsplit=1)[0]
         content, calls = self.parse_calls(text)

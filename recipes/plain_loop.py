@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from config import TrainConfig, UserError, changed_fields, parse_args
-from rollouts.order import Order
+from rollouts.order import next_groups
 from rollouts.run import Run, open_run
 from train import grpo_loss, loss_normalizer, off_policy_weights, optimizer_step, set_advantages
 from training.batching import Dealer, num_trained
@@ -36,7 +36,6 @@ def plain_loop(run: Run, device: Any, config: TrainConfig) -> None:
     num_batches = math.ceil(config.num_epochs * len(run.prompts) / config.batch_size)
     num_steps = config.max_steps or num_batches
     optimizer, scheduler = build_optimizer(policy, num_steps, config)
-    order = Order(run.prompts, {}, config)  # shuffled for each epoch
 
     for step in range(num_steps):
         # 1. Send the policy to the servers; each is admitted once it has the weights.
@@ -44,7 +43,7 @@ def plain_loop(run: Run, device: Any, config: TrainConfig) -> None:
             run.pool.admit(server)
 
         # 2. A group of completions for each prompt, their rewards, and advantages within the group.
-        groups = order.choose(first=step * config.batch_size)
+        groups = next_groups(step * config.batch_size, run.prompts, {}, config)  # shuffled
         with ThreadPoolExecutor(config.batch_size) as threads:
             list(threads.map(run.fill, groups))  # samples and scores a group
         set_advantages(groups, config)

@@ -1,31 +1,30 @@
 """Functions of a recipe: their errors named, their results checked."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from config import TrainConfig, UserError
-from prefix_attention import num_packed_tokens
 from rollouts.group import Group, RolloutFailed
 from rollouts.workers import described
-from training.batching import groups_apart
+from training.batching import longest_completion
 from utils import naming
 from vllm_client import Server, ServerError
 
 
 @contextmanager
-def naming_function(name: str) -> Iterator[None]:
+def naming_function(name: str, error_type: type[UserError] = UserError) -> Iterator[None]:
     """Turn an error of one of the config's functions into a UserError with the line where."""
     try:
         yield
-    except torch.OutOfMemoryError:  # which has a cure of its own
+    except (torch.OutOfMemoryError, ServerError):  # which have cures of their own
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{name} raised {described(error)}") from error
+        raise error_type(f"{name} raised {described(error)}") from error
 
 
 def own_advantages(rewards: Tensor, groups: Sequence[Group], config: TrainConfig) -> Tensor:
@@ -57,8 +56,7 @@ def can_teach(group: Group, config: TrainConfig) -> bool:
     group has its advantages.
     """
     if not config.advantage_fn:
-        valid = {reward for reward in group.reward if not math.isnan(reward)}
-        return len(valid) > 1
+        return len(set(group.valid_rewards)) > 1
     if group.advantages:
         return any(group.advantages)
     rewards = torch.tensor([group.reward], dtype=torch.float64)
@@ -74,22 +72,15 @@ def fill_by_rollout_fn(
         RolloutFailed: it failed, or they are no completions; with the line where.
     """
     rollout_fn: Any = config.rollout_fn
-    prompt = group.prompt
-    where = f"rollout_fn on {prompt.where}"
-    try:
-        rollouts = list(rollout_fn(server, prompt, sampling))
-    except ServerError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever the recipe raises
-        raise RolloutFailed(f"{where}: {described(error)}") from error
+    where = f"rollout_fn on {group.prompt.where}"
+    with naming_function(where, RolloutFailed):
+        rollouts = list(rollout_fn(server, group.prompt, sampling))
 
-    try:
+    with naming(f"{where}: it returned no completions to train", RolloutFailed):
         if len(rollouts) != sampling["n"]:
             raise ValueError(f"{len(rollouts)} rollouts, not {sampling['n']}")
         group.fill(rollouts)
         check_segments(group, server.forbidden, config)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise RolloutFailed(f"{where}: it returned no completions to train: {error}") from error
 
 
 def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) -> None:
@@ -101,32 +92,21 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
         config: max_tokens_per_gpu, share_prefix, and the loss, which may need whole completions.
     """
     own_prompt, completions = group.sequences
-    fixed_ids = own_prompt[:0]  # with which every segment's prompt must begin
+    num_tokens = 0  # of the longest
+    if config.loss_needs_completions:
+        # A position predicts the next token, so a row has one fewer than tokens.
+        num_tokens = longest_completion([group], config) + 1
+    num_fixed = 0  # tokens with which every segment's prompt must begin
     if group.prompt.images:
-        fixed_ids = own_prompt
-    placeholders = torch.tensor(forbidden, dtype=torch.int64)
-    for pairs in completions:
-        rows = [[pair] for pair in pairs]
-        if config.loss_needs_completions:
-            rows = [pairs]
-        for row in rows:
-            # A position predicts the next token, so a row has one fewer than tokens.
-            num_positions = num_packed_tokens(
-                [(own_prompt, [row])], config.share_prefix, groups_apart([group])
-            )
-            if num_positions >= config.max_tokens_per_gpu:
-                raise ValueError(
-                    f"a completion has {num_positions + 1} tokens with its prompt: raise "
-                    "max_tokens_per_gpu"
-                )
-
-        for prompt_ids, token_ids in pairs:
-            if not torch.equal(prompt_ids[: len(fixed_ids)], fixed_ids):
-                raise ValueError(
-                    "a segment's prompt does not begin with the group's, which has images"
-                )
-            text_ids = torch.cat([prompt_ids[len(fixed_ids) :], token_ids])
-            if torch.isin(text_ids, placeholders).any():
-                raise ValueError(
-                    "a completion has a placeholder of an image, which no policy takes"
-                )
+        num_fixed = len(own_prompt)
+    for prompt_ids, token_ids in chain.from_iterable(completions):
+        num_tokens = max(num_tokens, len(prompt_ids) + len(token_ids))
+        if not torch.equal(prompt_ids[:num_fixed], own_prompt[:num_fixed]):
+            raise ValueError("a segment's prompt does not begin with the group's, which has images")
+        text_ids = torch.cat([prompt_ids[num_fixed:], token_ids])
+        if not set(forbidden).isdisjoint(text_ids.tolist()):
+            raise ValueError("a completion has a placeholder of an image, which no policy takes")
+    if num_tokens > config.max_tokens_per_gpu:
+        raise ValueError(
+            f"a completion has {num_tokens} tokens with its prompt: raise max_tokens_per_gpu"
+        )

@@ -21,21 +21,22 @@ class Round:
     Threads sample and score them, all at once. On other ranks than 0, without a `run`, it has none.
     """
 
-    def __init__(self, run: Run | None, config: TrainConfig):
-        self._config = config
+    def __init__(self, run: Run | None):
         self.sets: dict[str, list[Group]] = {}  # by their names
         self._threads = ThreadPoolExecutor(MAX_GROUPS)
         self._answers: list[Future[None]] = []
         if not run:
             return
 
-        instead: Any = {"n": config.eval_generations, "temperature": config.eval_temperature}
+        instead: Any = {
+            "n": run.config.eval_generations,
+            "temperature": run.config.eval_temperature,
+        }
         for name, prompts in run.held_out.items():
             groups = [Group(prompt, id=number) for number, prompt in enumerate(prompts)]
             self.sets[name] = groups
             for group in groups:
-                answer = self._threads.submit(run.sample_and_score, group, **instead)
-                self._answers.append(answer)
+                self._answers.append(self._threads.submit(run.sample_and_score, group, **instead))
 
     def is_complete(self) -> bool:
         """True once all groups are done; waits a second at most.
@@ -55,15 +56,16 @@ class Round:
         """Start no more groups."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def metrics(self) -> dict[str, float]:
-        """The `eval/...` of all groups, and `eval/<set>/...` of each named set."""
-        every_group = list(itertools.chain.from_iterable(self.sets.values()))
-        metrics = {}
-        for set_name, groups in ({"": every_group} | self.sets).items():
-            prefix = f"eval/{set_name}/" if set_name else "eval/"
-            for name, value in held_out_metrics(groups, self._config).items():
-                metrics[prefix + name] = value
-        return metrics
+
+def round_metrics(sets: dict[str, list[Group]], config: TrainConfig) -> dict[str, float]:
+    """The `eval/...` of all groups, and `eval/<set>/...` of each named set."""
+    every_group = list(itertools.chain.from_iterable(sets.values()))
+    metrics = {}
+    for set_name, groups in ({"": every_group} | sets).items():
+        prefix = f"eval/{set_name}/" if set_name else "eval/"
+        for name, value in held_out_metrics(groups, config).items():
+            metrics[prefix + name] = value
+    return metrics
 
 
 def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The data that everything else passes on: prompts, completions, groups."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -16,7 +17,7 @@ FOREIGN = -1  # it was sampled by weights that this trainer never sent
 ENVIRONMENT = -2  # an environment wrote it, so it does not train
 
 CUT = ("length", "repetition")  # finish reasons of completions that did not end by themselves
-NO_REWARDS = torch.empty(0, 0, dtype=torch.float64)
+NO_REWARDS = torch.empty(0, 0)
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,6 @@ class Prompt:
     def where(self) -> str:
         """Its place in the data, for messages."""
         return self.place or f"dataset row {self.index}"
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """The images for the policy; {} for text, or before sampling."""
-        if not self.images:
-            return {}
-        return self.images.inputs
 
 
 @dataclass(eq=False)
@@ -72,16 +66,11 @@ class Completion:
             self.prompt_ids = as_tokens(self.prompt_ids)
 
         counts = [len(self.token_ids), len(self.sampler_logprobs), len(self.weight_versions)]
-        if len(set(counts)) > 1 or counts[0] == 0:
+        if len(set(counts)) > 1 or 0 in counts:
             raise ValueError(
                 "a completion needs tokens, and as many sampler_logprobs and weight_versions: it "
                 f"has {counts}"
             )
-
-    @property
-    def loss_mask(self) -> Tensor:
-        """True on the tokens that a policy sampled: [n] bool."""
-        return self.weight_versions != ENVIRONMENT
 
     def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
         """Join this turn, the environment's answer and the next turn."""
@@ -93,13 +82,12 @@ class Completion:
             if not torch.equal(history, reply.prompt_ids):
                 raise ValueError("a reply is joined to a turn that it was not sampled for")
 
-        no_logprobs = torch.zeros(len(between))
         versions = torch.full_like(between, ENVIRONMENT)
         return replace(
             self,
             token_ids=torch.cat([before_reply, reply.token_ids]),
             sampler_logprobs=torch.cat(
-                [self.sampler_logprobs, no_logprobs, reply.sampler_logprobs]
+                [self.sampler_logprobs, torch.zeros(len(between)), reply.sampler_logprobs]
             ),
             weight_versions=torch.cat([self.weight_versions, versions, reply.weight_versions]),
             finish_reason=reply.finish_reason,
@@ -120,7 +108,7 @@ class TokenColumns:
 class Group:
     """One prompt and its completions, the unit from dataset to gradient.
 
-    It is filled in on its way; `fill` joins the columns of its tokens, in the rollout's thread.
+    It is filled in on its way; of its rollouts and their tokens `fill` says more.
     """
 
     prompt: Prompt
@@ -145,16 +133,6 @@ class Group:
     why: str = ""
     ref_logprobs: Tensor | None = None  # [n] float32, nats, if a part of the run gives them
 
-    # By `fill`; of each rollout:
-    segments: list[list[Completion]] = field(init=False)
-    lengths: list[int] = field(init=False)  # tokens of its segments
-    num_sampled: list[int] = field(init=False)  # of them, those that a policy sampled
-    versions: list[list[int]] = field(init=False)  # the policies that sampled them, ascending
-    # Of the group:
-    num_tokens: int = field(init=False)  # of all segments with their prompts, nothing shared
-    sequences: Any = field(init=False)  # prompt and pairs of each rollout, as `pack` takes them
-    tokens: TokenColumns = field(init=False)
-
     def __post_init__(self) -> None:
         if self.completions:
             self.fill(self.completions)
@@ -167,17 +145,17 @@ class Group:
         Raises:
             ValueError: a rollout has no segment.
         """
-        self.segments = []
-        self.lengths = []
-        self.num_sampled = []
-        self.versions = []
+        self.completions = []
+        # Of each rollout:
+        self.segments: list[list[Completion]] = []
+        self.lengths: list[int] = []  # tokens of its segments
+        self.num_sampled: list[int] = []  # of them, those that a policy sampled
+        self.versions: list[list[int]] = []  # the policies that sampled them, ascending
+        # Of the group, all segments with their prompts, nothing shared:
         self.num_tokens = 0
 
-        self.completions = []
         own_prompt = as_tokens(self.prompt.token_ids)
         pairs_of_rollouts = []
-        logprobs: list[Tensor] = []
-        versions: list[Tensor] = []
         for rollout in rollouts:
             segments = [rollout] if isinstance(rollout, Completion) else list(rollout)
             if not segments:
@@ -189,25 +167,28 @@ class Group:
                 prompt_ids = own_prompt if segment.prompt_ids is None else segment.prompt_ids
                 pairs.append((prompt_ids, segment.token_ids))
                 self.num_tokens += len(prompt_ids) + len(segment.token_ids)
-                logprobs.append(segment.sampler_logprobs)
             pairs_of_rollouts.append(pairs)
-
-            of_rollout = torch.cat([segment.weight_versions for segment in segments])
-            sampled = of_rollout[of_rollout != ENVIRONMENT]
-            versions.append(of_rollout)
-            self.completions.append(replace(segments[-1], info=info))
             self.segments.append(segments)
-            self.lengths.append(len(of_rollout))
+            self.completions.append(replace(segments[-1], info=info))
+            self.lengths.append(sum(len(segment.token_ids) for segment in segments))
+
+        # The prompt, and the pairs of each rollout, as `pack` takes them.
+        self.sequences: Any = (own_prompt, pairs_of_rollouts)
+        every_segment = list(chain.from_iterable(self.segments))
+        self.tokens = TokenColumns(
+            completion=torch.repeat_interleave(torch.tensor(self.lengths)),
+            sampler_logprobs=torch.cat([each.sampler_logprobs for each in every_segment]),
+            weight_versions=torch.cat([each.weight_versions for each in every_segment]),
+        )
+        for of_rollout in self.tokens.weight_versions.split(self.lengths):
+            sampled = of_rollout[of_rollout != ENVIRONMENT]
             self.num_sampled.append(len(sampled))
             self.versions.append(sampled.unique().tolist())
 
-        self.sequences = (own_prompt, pairs_of_rollouts)
-        numbers = torch.arange(len(self.lengths))
-        self.tokens = TokenColumns(
-            completion=numbers.repeat_interleave(torch.tensor(self.lengths)),
-            sampler_logprobs=torch.cat(logprobs),
-            weight_versions=torch.cat(versions),
-        )
+    @property
+    def valid_rewards(self) -> list[float]:
+        """The rewards of the completions that have one."""
+        return [reward for reward in self.reward if not math.isnan(reward)]
 
     @property
     def oldest_version(self) -> int:

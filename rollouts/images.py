@@ -144,12 +144,12 @@ def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) ->
 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
-    """Each tensor of the prompts' `inputs`, zero-padded, and joined along dimension 0; {} for text.
+    """Each tensor of the images' `inputs`, zero-padded, and joined along dimension 0; {} for text.
 
     Raises:
         UserError: images of several sizes, of a model that could not tell padding from pixels.
     """
-    inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
+    inputs = [prompt.images.inputs for prompt in prompts if prompt.images]
     joined: dict[str, Tensor] = {}
     if not inputs:
         return joined

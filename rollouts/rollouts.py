@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from config import TrainConfig, UserError, describe
 from rollouts.data import fingerprint
-from rollouts.evaluation import Round
+from rollouts.evaluation import Round, round_metrics
 from rollouts.group import Batch, Group, Prompt
 from rollouts.images import image_example
-from rollouts.order import Order
+from rollouts.order import add_to_history, next_groups
 from rollouts.proofs import Proofs
 from rollouts.run import open_run
 from rollouts.stream import GroupStream
@@ -104,11 +104,13 @@ class Rollouts:
         num_steps = config.max_steps or run.num_steps or math.ceil(num_batches)
         if before["step"] >= num_steps:
             print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on")
-        self.order = Order(run.prompts, before["history"], config)
+        self.history = before["history"]
+        self.choose = partial(next_groups, prompts=run.prompts, history=self.history, config=config)
+        self.choose(0)  # for an `order_fn`'s errors alone
         prompts = {prompt.index: prompt for prompt in run.prompts}
         waiting = [Group(prompts[index], id=number) for number, index in before["open"]]
         self.stream = GroupStream(
-            run.choose or self.order.choose, run.fill, run.num_steps or num_steps, config, waiting,
+            run.choose or self.choose, run.fill, run.num_steps or num_steps, config, waiting,
             before["next"],
         )  # fmt: skip
         run.exits.callback(self.stream.close)
@@ -201,8 +203,7 @@ class Rollouts:
             return Batch()
         self.proofs.check(gaps)
         batch = self.stream.end_batch()
-        rewards = torch.tensor([group.reward for group in batch.groups])
-        if rewards.isnan().all():
+        if not any(group.valid_rewards for group in batch.groups):
             self.failure = UserError(
                 "no reward function gave any completion of this batch a number: nothing to learn"
             )
@@ -210,14 +211,15 @@ class Rollouts:
         num_tokens = sum(group.num_tokens for group in batch.groups)
         self.num_tokens += num_tokens
         ended = sorted([*batch.groups, *batch.dropped], key=lambda group: group.id)
-        self.order.add_to_history(ended)
+        if self.config.order_fn:  # else it would grow with the data
+            add_to_history(self.history, ended)
 
         elapsed_s = time.monotonic() - self.clock_s
         num_sampled = self.stream.num_sampled_tokens - self.sampled_before
         batch.metrics |= {
             "num_tokens": self.num_tokens,
-            "rewards_failed": self.run.scorer.failures.count,
-            "rollouts_failed": self.run.failures.count,
+            "rewards_failed": len(self.run.scorer.failures.failed),
+            "rollouts_failed": len(self.run.failures.failed),
             "time/wait_s": self.waited_s,
             "idle/trainer": self.waited_s / elapsed_s,
             "idle/servers": self.pool.idle_seconds() / elapsed_s,
@@ -249,13 +251,13 @@ class Rollouts:
             return {}, {}
 
         metrics: dict[str, float] = {}
-        with timed("time/eval_s", metrics), closing(Round(self.run, config)) as under_way:
+        with timed("time/eval_s", metrics), closing(Round(self.run)) as under_way:
             word = self._wait(lambda: Word.EVALUATED if under_way.is_complete() else None)
 
         self._restart_clocks()
         if word is Word.STOP or not is_main():
             return {}, {}
-        return metrics | under_way.metrics(), under_way.sets
+        return metrics | round_metrics(under_way.sets, config), under_way.sets
 
     # -- The policy, from here to the servers --
 
@@ -319,7 +321,7 @@ class Rollouts:
             "num_tokens": self.num_tokens,
             "began": self.run.before["began"],
             "prompts": self.fingerprint,
-            "history": dict(self.order.history),  # it is written while groups end
+            "history": dict(self.history),  # it is written while groups end
             **self.stream.state(),
         }
 

@@ -7,12 +7,11 @@ import json
 import math
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from config import TrainConfig, UserError
 from rollouts.group import Group, Prompt
 from rollouts.processor import as_sampled
 from rollouts.sampling import sampling_params
-from rollouts.workers import CallError, CallPool
+from rollouts.workers import CallError, CallPool, packed
 from utils import naming
 
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")  # no column may have such a name
@@ -40,16 +39,15 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
     for function in config.reward_funcs:
         for columns, row in row_of_columns.items():
             arguments = dict.fromkeys([*REWARD_ARGUMENTS, *columns])
-            given = f"which gives it {', '.join(arguments)}"
-            with naming(f"reward {function.__name__} on dataset row {row}, {given}"):
+            with naming(
+                f"reward {function.__name__} on dataset row {row}, which gives it "
+                f"{', '.join(arguments)}"
+            ):
                 for signature in signatures(function):
                     # With a rollout_fn, the `info` of its rollouts may give it the missing ones.
                     bind = signature.bind_partial if config.rollout_fn else signature.bind
                     bind(**arguments)
-        with naming(
-            f"reward {function.__name__} cannot be sent to a worker (open clients inside it)"
-        ):
-            cloudpickle.dumps(function)
+                packed(function, {})
 
 
 def signatures(function: Any) -> list[inspect.Signature]:
@@ -61,21 +59,19 @@ def required(function: Any) -> set[str]:
     """The parameters without which a reward cannot be called."""
     names = set()
     for signature in signatures(function):
-        for name, parameter in signature.parameters.items():
-            is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if parameter.default is parameter.empty and not is_open:
-                names.add(name)
+        others = signature.bind_partial()
+        others.apply_defaults()  # with `*args` and `**columns`, which are empty
+        names |= signature.parameters.keys() - others.arguments.keys()
     return names
 
 
 def decoded(group: Group, tokenizer: Any, config: TrainConfig) -> list[str]:
     """The texts of a group's completions, as `spoken`."""
     sampling = sampling_params(config)
-    kept = [*sampling.get("stop", ()), *sampling.get("stop_token_ids", ())]
     texts = []
     for completion in group.completions:
         is_ended = completion.finish_reason == "stop"
-        texts.append(spoken(completion.token_ids.tolist(), tokenizer, is_ended, kept))
+        texts.append(spoken(completion.token_ids.tolist(), tokenizer, is_ended, **sampling))
     return texts
 
 
@@ -83,7 +79,9 @@ def spoken(
     token_ids: Sequence[int],
     tokenizer: Any,
     is_ended: bool = True,
-    kept: Collection[int | str] = (),
+    stop: Collection[str] = (),
+    stop_token_ids: Collection[int] = (),
+    **_: Any,
 ) -> str:
     """The text of sampled tokens, without those that end it.
 
@@ -94,11 +92,12 @@ def spoken(
         token_ids: of a completion, or of a turn.
         tokenizer: of the model.
         is_ended: False where the text was cut: its last token is no end.
-        kept: tokens, as ids or strings, that belong to the text even where they end it.
+        stop: a parameter of vLLM that it was sampled with: what it names belongs to the text.
+        stop_token_ids: the same.
     """
 
     def is_kept(token_id: int) -> bool:
-        return token_id in kept or as_sampled([token_id], tokenizer) in kept
+        return token_id in stop_token_ids or as_sampled([token_id], tokenizer) in stop
 
     last = token_ids[-1:]
     is_special = tokenizer.decode(last) != tokenizer.decode(last, skip_special_tokens=True)
@@ -117,7 +116,7 @@ def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     """The mean `reward`, and `rewards/<function>` of each function; NaN without any."""
     functions: Any = config.reward_funcs
     names = ["reward", *[f"rewards/{function.__name__}" for function in functions]]
-    rows = [torch.empty(0, len(names), dtype=torch.float64)]
+    rows = [torch.empty(0, len(names))]
     for group in groups:
         if len(group.rewards):  # not where rollouts failed
             reward = group.rewards.new_tensor(group.reward)
@@ -143,12 +142,10 @@ class Failures:
     """
 
     def __init__(self, kind: str, config: TrainConfig):
-        self.kind = kind
-        self.count = 0
         self.path = Path(config.output_dir) / f"failed_{kind}.jsonl"
         self._row_size = max(config.batch_size, 4)
         self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)  # of calls
-        self._num_failed: Counter[tuple[str, int]] = Counter()  # of each row
+        self.failed: list[tuple[str, int]] = []  # of each failed call its row
         self._lock = threading.Lock()
 
     def begin(self, name: str) -> tuple[str, int]:
@@ -172,11 +169,10 @@ class Failures:
             # Half a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(line + "\n")
-            self.count += 1
-            self._num_failed[row] += 1
-            num_failed = self._num_failed[row]
+            self.failed.append(row)
+            num_failed = self.failed.count(row)
         if num_failed == 1:
-            print(f"{message} (counted in {self.kind}_failed, all in {self.path})")
+            print(f"{message} (all that fail are in {self.path})")
         if num_failed == self._row_size:
             raise UserError(
                 f"{message}; so did {num_failed} calls in a row, see {self.path}; mend the cause, "
@@ -205,36 +201,33 @@ class Scorer:
         Raises:
             UserError: a reward is no finite number, or a function keeps failing.
         """
+        prompt = group.prompt
         group.texts = decoded(group, self.tokenizer, self.config)
-        columns = {
-            "completions": group.texts,
-            "completion_ids": [completion.token_ids.tolist() for completion in group.completions],
-        }
-        for name, value in {"prompts": group.prompt.content, **group.prompt.columns}.items():
-            # Copies, so that a reward which changes one leaves the others alone.
-            columns[name] = [copy.deepcopy(value) for _ in group.completions]
-        infos = [completion.info for completion in group.completions]
-        for name in dict.fromkeys(itertools.chain.from_iterable(infos)):
-            if name in columns:
-                raise UserError(f"rollout_fn on {group.prompt.where}: info has the column {name}")
-            columns[name] = [info.get(name) for info in infos]
+        samples = []
+        for text, completion in zip(group.texts, group.completions, strict=True):
+            # A copy, so that a reward which changes one sample leaves the others alone.
+            sample = copy.deepcopy({"prompts": prompt.content, **prompt.columns})
+            sample |= {"completions": text, "completion_ids": completion.token_ids.tolist()}
+            for name in completion.info:
+                if name in sample:
+                    raise UserError(f"rollout_fn on {prompt.where}: info has the column {name}")
+            samples.append(sample | completion.info)
 
-        functions = self.config.reward_funcs
-        rewards = [self._call(function, columns, group) for function in functions]
+        rewards = [self._call(function, samples, group) for function in self.config.reward_funcs]
         group.rewards = torch.tensor(rewards, dtype=torch.float64).T
         group.reward = weighted(group.rewards, self.config)
         group.scored_s = time.monotonic()
 
-    def _call(self, function: Any, columns: dict[str, Any], group: Group) -> list[float]:
+    def _call(self, function: Any, samples: list[dict[str, Any]], group: Group) -> list[float]:
         """A function's rewards, one per completion, NaN for None.
 
-        `failed_reward` after a failed call; None for columns that no `info` has.
+        `failed_reward` after a failed call. The function gets None for a column that it needs, and
+        that no `info` has.
         """
-        num = len(group.completions)
         where = f"reward {function.__name__} on {group.prompt.where}"
-        arguments = dict(columns)
-        for name in required(function):
-            arguments.setdefault(name, [None] * num)
+        arguments = {}
+        for name in dict.fromkeys(itertools.chain(*samples, required(function))):
+            arguments[name] = [sample.get(name) for sample in samples]
 
         row = self.failures.begin(function.__name__)
         try:
@@ -243,16 +236,18 @@ class Scorer:
             if self._calls.is_closed:
                 raise
             self.failures.note(row, f"{where} {error}", group)
-            values = [self.config.failed_reward] * num
+            values = [self.config.failed_reward] * len(samples)
 
         with naming(
-            f"{where} must return a list of {num}, one per completion: numbers below 1e30, or None"
+            f"{where} must return a list of {len(samples)}, one per completion: numbers below "
+            "1e30, or None"
         ):
-            given = [value.__float__() for value in values if value is not None]
-            is_usable = all(abs(number) < LARGEST for number in given)  # finite, and not NaN
-            if len(values) != num or not is_usable:
+            rewards = []
+            is_usable = len(values) == len(samples)
+            for value in values:
+                rewards.append(math.nan if value is None else value.__float__())
+                # Finite, and not NaN.
+                is_usable &= value is None or abs(rewards[-1]) < LARGEST
+            if not is_usable:
                 raise ValueError(f"it returned {values!r:.500}")
-        rewards = []
-        for value in values:
-            rewards.append(math.nan if value is None else value.__float__())
         return rewards

@@ -26,6 +26,18 @@ class CallError(RuntimeError):
     """A call that was not answered; the message says why."""
 
 
+def packed(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
+    """A call as it is sent to a worker, or a CallError."""
+    import cloudpickle  # here, as a worker starts with the standard library only
+
+    try:
+        return cloudpickle.dumps((function, arguments))
+    except Exception as error:  # a class's `__getstate__` may raise anything
+        raise CallError(
+            f"cannot be sent to a worker: {error}; open clients in a module-level function"
+        ) from None
+
+
 class CallPool:
     """Calls functions in worker processes. Thread-safe.
 
@@ -39,7 +51,6 @@ class CallPool:
         # Each thread has a worker, which Linux ends with the thread.
         self._threads = ThreadPoolExecutor(num_workers)
         self._workers: dict[int, _Worker] = {}
-        self._lock = threading.Lock()
         self.is_closed = False
 
     def call(
@@ -49,26 +60,18 @@ class CallPool:
 
         A function's first call in a worker may take `IMPORT_GRACE_S` more.
         """
-        import cloudpickle  # here, as a worker starts with the standard library only
-
-        try:
-            message = cloudpickle.dumps((function, arguments))
-        except Exception as error:  # a class's `__getstate__` may raise anything
-            raise CallError(
-                f"cannot be sent to a worker: {error}; open clients in a module-level function"
-            ) from None
+        message = packed(function, arguments)
         return self._threads.submit(self._call, id(function), message, timeout_s).result()
 
     def _call(self, function_id: int, message: bytes, timeout_s: float) -> Any:
         """The answer of this thread's worker, which is a new one where none is alive."""
         thread_id = threading.get_ident()
-        with self._lock:
-            if self.is_closed:
-                raise CallError("was not called, as the pool of workers is closed")
-            worker = self._workers.get(thread_id)
-            if not worker or worker.poll() is not None:
-                worker = _Worker()
-                self._workers[thread_id] = worker
+        if self.is_closed:
+            raise CallError("was not called, as the pool of workers is closed")
+        worker = self._workers.get(thread_id)
+        if not worker or worker.poll() is not None:
+            worker = _Worker()
+            self._workers[thread_id] = worker
 
         grace_s = 0.0 if function_id in worker.imported else IMPORT_GRACE_S
         try:
@@ -88,9 +91,8 @@ class CallPool:
 
     def close(self) -> None:
         """End all workers, those in a call too."""
-        with self._lock:
-            self.is_closed = True
-        for worker in self._workers.values():
+        self.is_closed = True
+        for worker in list(self._workers.values()):  # one that starts now ends with this process
             worker.end()
 
 
@@ -100,9 +102,13 @@ class _Worker(Popen):
     def __init__(self) -> None:
         self.imported: set[int] = set()  # functions that have answered
         self.connection, theirs = Pipe()
-        # -P keeps this folder out of sys.path.
-        command = [sys.executable, "-P", __file__, str(theirs.fileno())]
-        super().__init__(command, pass_fds=[theirs.fileno()], stdin=DEVNULL, start_new_session=True)
+        super().__init__(
+            # -P keeps this folder out of sys.path.
+            [sys.executable, "-P", __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=DEVNULL,
+            start_new_session=True,
+        )
         theirs.close()
         self.connection.send(sys.path)
 

@@ -148,7 +148,7 @@ class Doctor:
         self.pool, self.prompts = ThreadPoolExecutor(MAX_GROUPS), iter(list[Prompt]())
         if is_main():
             rollouts.stream.num_steps = 0  # it admits nothing: groups are sampled here
-            batches = (rollouts.order.choose(first) for first in count(0, config.batch_size))
+            batches = (rollouts.choose(first) for first in count(0, config.batch_size))
             self.prompts = (group.prompt for batch in batches for group in batch)
 
     def sample(
@@ -156,7 +156,7 @@ class Doctor:
     ) -> list[Group]:
         """Rank 0 samples and scores `num` fresh groups, or those of an evaluation, while all do something else."""
         if held_out:
-            under_way = Round(replace(self.rollouts.run, held_out={"": held_out}), self.config)
+            under_way = Round(replace(self.rollouts.run, held_out={"": held_out}))
             while not under_way.is_complete():
                 pass
             return under_way.sets[""]

@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import shutil
+import threading
 from array import array
 from functools import partial
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from rollouts.data import (
     load_train_set,
 )
 from rollouts.group import ENVIRONMENT, FOREIGN, Completion, Group, Prompt, version_spans
-from rollouts.order import Order
+from rollouts.order import next_groups
 from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Scorer, check_rewards, required
 from server.messages import Sampled
@@ -216,8 +217,7 @@ def test_each_prompt_once_per_epoch():
     prompts = [Prompt(row, [5], "", {}) for row in range(7)]
 
     def rows(seed, batch_size, first=0):
-        order = Order(prompts, {}, make_config(seed=seed, batch_size=batch_size))
-        groups = order.choose(first)
+        groups = next_groups(first, prompts, {}, make_config(seed=seed, batch_size=batch_size))
         assert [group.id for group in groups] == list(range(first, first + batch_size))
         return [group.prompt.index for group in groups]
 
@@ -491,19 +491,19 @@ LONG = Completion([5] * 20_000, [-1.0] * 20_000, "stop", 3)
 @pytest.mark.parametrize(
     ("rollout_fn", "message"),
     [
-        (lambda *_: [5], "it returned no completions to train: 'int' object is not iterable"),
-        (lambda *_: None, "TypeError: 'NoneType' object is not iterable"),
+        (lambda *_: [5], "it returned no completions to train: TypeError: 'int' object is not"),
+        (lambda *_: None, "raised TypeError: 'NoneType' object is not iterable"),
         (lambda *_: [LONG, LONG], "it returned no completions to train: 2 rollouts, not 1"),
-        (lambda *_: [][0], "IndexError"),
+        (lambda *_: [][0], "raised IndexError"),
         (lambda *_: [LONG], "it returned no completions to train: a completion has 20001 tokens"),
-        (lambda *_: [Completion([], [], "stop", 3)], "ValueError: a completion needs"),
-        (of_two(logprobs=[-1.0]), "ValueError: a completion needs"),
-        (of_two(versions=[]), "ValueError: a completion needs"),
-        (of_two(versions=[3]), "ValueError: a completion needs"),
+        (lambda *_: [Completion([], [], "stop", 3)], "raised ValueError: a completion needs"),
+        (of_two(logprobs=[-1.0]), "raised ValueError: a completion needs"),
+        (of_two(versions=[]), "raised ValueError: a completion needs"),
+        (of_two(versions=[3]), "raised ValueError: a completion needs"),
     ],
 )
 def test_what_is_no_rollout_is_refused(rollout_fn, message):
-    with pytest.raises(UserError, match=f"rollout_fn on dataset row 0: {message}"):
+    with pytest.raises(UserError, match=f"rollout_fn on dataset row 0:? {message}"):
         rolled_out(rollout_fn)
 
 
@@ -577,9 +577,24 @@ def takes_no_columns(prompts, completions, completion_ids):
     return [0.0] * len(completions)
 
 
+def with_a_lock():
+    """A reward that no process can send."""
+    lock = threading.Lock()
+
+    def locked(**_):
+        return [lock]
+
+    return locked
+
+
 @pytest.mark.parametrize(
     ("function", "last", "message"),
     [
+        (
+            with_a_lock(),
+            {"answer": "4"},
+            "row 0, .*: CallError: cannot be sent to a worker: .*lock",
+        ),
         (wants_anser, {"answer": "4"}, "row 0, which .*answer: TypeError: missing .*'anser'"),
         (takes_no_columns, {"answer": "4"}, "row 0, .*: TypeError: got an unexpected keyword"),
         (right, {}, "row 2, .*: TypeError: missing a required argument: 'answer'"),
@@ -624,7 +639,7 @@ def test_weighted_rewards_and_none():
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [(short, r"it returned \[1.0\]"), (scalar, "TypeError: 'float' object is not iterable")],
+    [(short, r"it returned \[1.0\]"), (scalar, "TypeError: object of type 'float' has no len")],
 )
 def test_bad_rewards(function, message):
     """Numbers that are none: test_kinds.py."""

@@ -16,7 +16,7 @@ from test_config import make as make_config
 
 from recipes import advantages, insert_reasoning, losses
 from recipes.majority import majority_is_right, majority_vote
-from rollouts.group import Completion, Group, Prompt
+from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
 from train import grpo_loss
 from training.metrics import check_loss
 
@@ -390,7 +390,9 @@ def test_half_of_a_group_thinks_again(n, monkeypatch):
     completions = insert_reasoning.think_again(talker, PROMPT, sampling)
     assert len(completions) == n
     plain, rewritten = completions[: n - n // 2], completions[n - n // 2 :]
-    assert all(text_of(each) == "1234" and each.loss_mask.all() for each in plain)
+    assert all(
+        text_of(each) == "1234" and ENVIRONMENT not in each.weight_versions for each in plain
+    )
     assert len(talker.asked) == 1 + n // 2
     for completion in rewritten:  # asked for at once, so in any order
         kept, cue, said = text_of(completion).partition("=?")
@@ -399,9 +401,10 @@ def test_half_of_a_group_thinks_again(n, monkeypatch):
         assert cue + said == "=?567"
         prompt, sampling = [*PROMPT.token_ids, *map(ord, kept + cue)], {"n": 1, "temperature": 1.0}
         assert (prompt, sampling | {"max_tokens": 8 - len(kept + cue)}) in talker.asked[1:]
-        assert completion.loss_mask.tolist() == [True] * len(kept) + [False] * 2 + [True] * 3
+        is_sampled = completion.weight_versions != ENVIRONMENT
+        assert is_sampled.tolist() == [True] * len(kept) + [False] * 2 + [True] * 3
         assert completion.sampler_logprobs[: len(kept)].tolist() == [-1.5] * len(kept)
-        assert set(completion.weight_versions[completion.loss_mask].tolist()) == {3, 4}
+        assert set(completion.weight_versions[is_sampled].tolist()) == {3, 4}
 
 
 def test_it_is_cut_after_a_break_and_leaves_room(monkeypatch):
@@ -479,7 +482,8 @@ def test_the_examples_of_the_documents():
     assert [game.info for game in games] == [{"score": 0.0}] * 2
     assert asked[1:] == [([3, *[5] * 9, 7], {"n": 1, "stop": ["x"]})] * 2
     assert games[0].token_ids.tolist() == [*[5] * 9, 7, *[5] * 9]
-    assert games[0].loss_mask.tolist() == [True] * 9 + [False] + [True] * 9
+    is_sampled = games[0].weight_versions != ENVIRONMENT
+    assert is_sampled.tolist() == [True] * 9 + [False] + [True] * 9
     assert ran["what_it_scored"](["a"], [0.5]) == [0.5]
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     teacher = torch.tensor([-1.5, -INF])

@@ -142,10 +142,10 @@ def ids_of(tokenizer, text):
         (f"{THOUGHT}<|turn_end|>", {}, THOUGHT),
         (f"{THOUGHT}<eos><eos>", {}, THOUGHT),
         ("<think>a</think>", {"is_ended": False}, "<think>a</think>"),  # cut behind a special token
-        (THOUGHT, {"kept": ["</answer>"]}, THOUGHT),
+        (THOUGHT, {"stop": ["</answer>"]}, THOUGHT),
         ("a<eos>[user]b<eos>", {}, "a[user]b"),
         ("a<|turn_end|>b<|turn_end|>", {}, "a<|turn_end|>b"),
-        ("a<eos>", {"kept": ["<eos>"]}, "a<eos>"),
+        ("a<eos>", {"stop": ["<eos>"]}, "a<eos>"),
     ],
 )
 def test_special_tokens_are_part_of_a_text(special, text, options, expected):
@@ -252,7 +252,7 @@ def test_failures_in_a_row_end_a_run_in_whatever_order_they_end(failures, failed
     found.note(of_g[failed[-1]], "it fails", group)
     with pytest.raises(UserError, match="it fails; so did 4 calls in a row"):
         found.note(of_f[failed[-1]], "it fails", group)
-    assert found.count == len(failed) + 1
+    assert len(found.failed) == len(failed) + 1
 
 
 def test_failed_calls_are_said_once_in_a_row(failures, capsys):
@@ -261,7 +261,7 @@ def test_failed_calls_are_said_once_in_a_row(failures, capsys):
     calls = [found.begin("f") for _ in range(640)]
     for number in (*range(0, 64, 2), 70, 500):
         found.note(calls[number], f"away at {number}", make_groups()[0])
-    assert found.count == 34
+    assert len(found.failed) == 34
     told = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()]
     assert told == ["away at 0", "away at 70", "away at 500"]
 

@@ -12,7 +12,7 @@ from test_hooks import make_config
 
 from config import UserError, parse_args
 from rollouts.group import Prompt
-from rollouts.order import Order
+from rollouts.order import add_to_history, next_groups
 from train import main
 
 INDICES = (0, 1, 3, 4)  # 2 was left out
@@ -23,13 +23,13 @@ def drawn(prompts, history, count, rng):
     return rng.choices(prompts, k=count)
 
 
-def order_of(order_fn=drawn, history=None, **fields):
+def choose(first, order_fn=drawn, history=None, **fields):
     config = make_config(order_fn=order_fn, **{"batch_size": 3, **fields})
-    return Order(PROMPTS, history or {}, config)
+    return next_groups(first, PROMPTS, history or {}, config)
 
 
-def first_groups(order, num=30):
-    return [group for first in range(0, num, 3) for group in order.choose(first)]
+def first_groups(num=30, **fields):
+    return [group for first in range(0, num, 3) for group in choose(first, **fields)]
 
 
 def ended(group, rewards):
@@ -38,11 +38,11 @@ def ended(group, rewards):
 
 def test_numbers_and_draws():
     """Groups are numbered on; another batch draws other prompts, another seed too, the same one the same."""
-    groups = first_groups(order_of())
+    groups = first_groups()
     assert [group.id for group in groups] == list(range(30))
     rows = [group.prompt.index for group in groups]
-    assert rows == [group.prompt.index for group in first_groups(order_of())]
-    assert rows != [group.prompt.index for group in first_groups(order_of(seed=7))]
+    assert rows == [group.prompt.index for group in first_groups()]
+    assert rows != [group.prompt.index for group in first_groups(seed=7)]
     assert len({tuple(rows[begin : begin + 3]) for begin in range(0, 30, 3)}) > 3
 
 
@@ -54,21 +54,16 @@ def test_what_it_is_told():
         told.append({index: list(groups) for index, groups in history.items()})
         return [prompts[1]] * count
 
-    order = order_of(noting)
-    assert told == [{}]  # it is tried
-    first = order.choose(0)
+    history: dict[int, list[list[float]]] = {}
+    first = choose(0, noting, history)
     assert [group.prompt for group in first] == [PROMPTS[1]] * 3
     rewards = [(0.5, math.nan), (), (math.nan,)]
-    order.add_to_history([ended(*pair) for pair in zip(first, rewards, strict=True)])
-    order.choose(3)
-    assert told[1:] == [{}, {1: [[0.5], [], []]}]
+    add_to_history(history, [ended(*pair) for pair in zip(first, rewards, strict=True)])
+    choose(3, noting, history)
+    assert told == [{}, {1: [[0.5], [], []]}]
     for number in range(10):
-        order.add_to_history([ended(first[0], [float(number)])])
-    assert order.history[1] == [[float(number)] for number in range(2, 10)]
-
-    by_default = order_of(None)  # whose history would grow with the data
-    by_default.add_to_history([ended(by_default.choose(0)[0], [1.0])])
-    assert by_default.history == {}
+        add_to_history(history, [ended(first[0], [float(number)])])
+    assert history[1] == [[float(number)] for number in range(2, 10)]
 
 
 def one_too_few(prompts, history, count, rng):
@@ -93,7 +88,7 @@ def failing(prompts, history, count, rng):
 )
 def test_an_order_that_is_none(order_fn, reason):
     with pytest.raises(UserError, match=f"^order_fn {reason}"):
-        order_of(order_fn)
+        choose(0, order_fn)
 
 
 FAILS_LATER = """

@@ -167,6 +167,7 @@ def test_a_run_goes_on_with_the_date_of_its_beginning(trained, resumed, tmp_path
     resumed(max_steps=3)
     began, later = (saved_state(tmp_path / "run" / f"checkpoint-{n}")["began"] for n in (2, 3))
     assert datetime.fromisoformat(later) == datetime.fromisoformat(began)
+    assert not saved_state(tmp_path / "run" / "checkpoint-3")["history"]  # which no order_fn reads
 
 
 # -- which checkpoint, and what is in its way ----------------------------------------------------------

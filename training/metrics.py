@@ -138,7 +138,7 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
 
 def group_values(group: Group, version: int, config: TrainConfig) -> dict[str, Any]:
     """Values of a group and of its completions, for the means of a batch."""
-    rewards = [reward for reward in group.reward if not math.isnan(reward)]
+    rewards = group.valid_rewards
     values: dict[str, Any] = {
         "reward_std": [],
         "frac_reward_zero_std": [],

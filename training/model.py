@@ -152,7 +152,7 @@ def _attach(model: Any, config: TrainConfig, example: Prompt | None, verify: boo
         attach(
             model,
             verify=verify,
-            example=(example.token_ids, example.inputs) if example else None,
+            example=(example.token_ids, example.images.inputs) if example else None,
         )
 
 

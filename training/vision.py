@@ -62,7 +62,7 @@ def freeze_unused(model: nn.Module, example: Prompt) -> None:
     weights = [weight for weight in tower.parameters() if weight.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
     if weights and is_main():  # whose model is whole, and on the CPU
-        total: Any = sum(feature.sum() for feature in image_features(model, example.inputs))
+        total: Any = sum(feature.sum() for feature in image_features(model, example.images.inputs))
         gradients = torch.autograd.grad(total, weights, allow_unused=True)
 
     is_used = broadcast_object([gradient is not None for gradient in gradients])
@@ -77,7 +77,7 @@ def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) ->
     their row meet in the tower's collectives.
     """
     base = base_model(model)
-    example_inputs = {name: value.to(device) for name, value in example.inputs.items()}
+    example_inputs = {name: value.to(device) for name, value in example.images.inputs.items()}
     row_has_images = False
 
     def note_images(_: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
