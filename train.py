@@ -239,10 +239,8 @@ def arriving_rows(rollouts: Rollouts, config: TrainConfig) -> Iterator[MicroBatc
     dealer = Dealer(dist.get_world_size(), config)
 
     def deal(groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:
-        weighed = groups
-        if is_complete:  # all of the batch: a changed `compute_advantages` may look at it
-            weighed = dealer.added + groups
-        set_advantages(weighed, config)
+        # Beside an earlier group a changed `compute_advantages` shows if it looks at others.
+        set_advantages(dealer.added[:1] + groups, config)
         return dealer.deal(groups, is_complete)
 
     is_complete = False
@@ -272,16 +270,15 @@ def train_batch(
                 row.trainer_logprobs = token_logprobs(policy, moved.packed, moved.images, config)
 
     for _ in range(config.num_iterations):
-        loss_sum = torch.zeros((), device=device)
         for row in rows:
             # DDP reduces gradients in an update's last backward; FSDP2 does not look at this.
             policy.require_backward_grad_sync = bool(row.update)
-            loss_sum += add_gradient(policy, reference, row.to(device), token_sums, config)
+            add_gradient(policy, reference, row.to(device), token_sums, config)
             if row.update:
                 normalizer = loss_normalizer(*row.update, config)
                 grad_norms.append(optimizer_step(policy, optimizer, scheduler, normalizer, config))
+                loss_sum = token_sums.totals.pop("loss_sum")  # of the rows since the last update
                 token_sums.totals["loss"] += loss_sum / normalizer / config.updates_per_batch
-                loss_sum = torch.zeros((), device=device)
 
     metrics, gaps = token_sums.metrics()
     metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
@@ -293,11 +290,8 @@ def train_batch(
 def add_gradient(
     policy: Any, reference: Callable[..., Tensor] | None, row: MicroBatch, token_sums: TokenSums,
     config: TrainConfig,
-) -> Tensor:  # fmt: skip
-    """Run a row forward and backward, and count its tokens.
-
-    Returns its loss sum, 0-d.
-    """
+) -> None:  # fmt: skip
+    """Run a row forward and backward, and count its tokens and its loss."""
     packed = row.packed
     mask = row.mask
     ref_logprobs = row.ref_logprobs
@@ -327,8 +321,7 @@ def add_gradient(
         check_loss(loss, loss_sums)
     loss.backward()
 
-    token_sums.add(loss_sums, entropy, trainer_logprobs, row)
-    return loss.detach()
+    token_sums.add({**loss_sums, "loss_sum": loss}, entropy, trainer_logprobs, row)
 
 
 def optimizer_step(
@@ -372,7 +365,7 @@ def main(config: TrainConfig) -> None:
         step = checkpoints.resume(checkpoint, resumed)
         num_skipped = 0
         log = RunLog(config, rollouts.num_steps, resumed, rollouts.noting_failure, rollouts.run)
-        with closing(log), checkpoints.saving(rollouts, log):
+        with closing(log), checkpoints.saving(log):
             rollouts.publish(policy, step)  # from now on threads sample and score groups
             if step == 0:
                 evaluated, held_out = rollouts.evaluate(0)
@@ -397,7 +390,7 @@ def main(config: TrainConfig) -> None:
                 evaluated, held_out = rollouts.evaluate(step)
                 log.step(step, metrics | trained | evaluated, batch, held_out)
                 if config.save_steps and step % config.save_steps == 0:
-                    checkpoints.save(step, rollouts.state() | log.state())
+                    checkpoints.save(log)
 
                 was_skipped = trained["skipped_steps"] == config.updates_per_batch
                 num_skipped = num_skipped + 1 if was_skipped else 0
@@ -411,6 +404,5 @@ def main(config: TrainConfig) -> None:
 if __name__ == "__main__":
     # A recipe that imports `train`, and changes it, changes this module.
     sys.modules["train"] = sys.modules["__main__"]
-    cure = "; lower max_tokens_per_gpu, or set gradient_checkpoint or use_fsdp"
-    with exits({UserError: "", ServerError: "", torch.OutOfMemoryError: cure}):
+    with exits(UserError, ServerError):
         main(parse_args(sys.argv[1:]))

@@ -202,11 +202,11 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
 
 
 @contextmanager
-def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
+def exits(*kinds: type[Exception]) -> Iterator[None]:
     """Run the block, then end the process.
 
-    Errors of the kinds in `cures`, which the user can mend, print one line, with the cure;
-    others are printed in full.
+    Errors of these kinds, and of full memory, which the user can mend, print one line; others are
+    printed in full.
     """
     keep_outputs()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -229,18 +229,21 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
         who = "error" if rank == "0" else f"error on rank {rank}"
         text = str(error).strip() or repr(error)
         line = text.splitlines()[0]
-        cure = next((cures[kind] for kind in cures if isinstance(error, kind)), None)
-        is_of_ranks = cure is None and isinstance(error, RuntimeError) and "RANK" in os.environ
+        is_told = isinstance(error, kinds)
+        if isinstance(error, torch.OutOfMemoryError):
+            is_told = True
+            line += "; lower max_tokens_per_gpu, or set gradient_checkpoint or use_fsdp"
+        is_of_ranks = not is_told and isinstance(error, RuntimeError) and "RANK" in os.environ
         if is_of_ranks and re.search(r"onnection (closed|reset) by peer", text):
             print(f"rank {rank} stopped, as another rank ended first: {line}", file=sys.stderr)
             # torchrun sees that rank first, whose error is the cause, and ends this one.
             time.sleep(3)
         else:
             report.record_exception(error)
-            if cure is None:
-                traceback.print_exc()
+            if is_told:
+                print(f"{who}: {line}", file=sys.stderr)
             else:
-                print(f"{who}: {line}{cure}", file=sys.stderr)
+                traceback.print_exc()
             if is_of_ranks and re.search("imed out waiting|timeout caused", text):
                 print(f"{who}: another rank has not answered", file=sys.stderr)
 

@@ -43,7 +43,7 @@ from prefix_attention import PackedBatch, attach, pack
 from recipes.rewards import exact_match
 from train import train_batch
 from training.batching import MicroBatch, Update
-from training.lora import add_lora
+from training.loading import add_lora
 from training.model import parallelize
 from training.optimizer import build_optimizer
 from utils import process_group

@@ -59,7 +59,7 @@ def make_policy(model: str, part: str) -> Any:
     import torch
 
     from config import TrainConfig
-    from training.lora import add_lora
+    from training.loading import add_lora
     from training.model import load_model
 
     torch.manual_seed(0)

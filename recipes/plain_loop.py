@@ -95,5 +95,5 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    with exits({UserError: "", ServerError: ""}):
+    with exits(UserError, ServerError):
         main(parse_args(sys.argv[1:]))

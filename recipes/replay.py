@@ -151,5 +151,5 @@ def replaying(config, folder):
 
 if __name__ == "__main__":
     sys.modules["recipes.replay"] = sys.modules["__main__"]  # for `--parts recipes.replay.save`
-    with exits({UserError: "", ServerError: ""}):
+    with exits(UserError, ServerError):
         main(replaying(parse_args(sys.argv[2:]), sys.argv[1]))

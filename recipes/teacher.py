@@ -21,7 +21,7 @@ from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
 from rollouts.sampling import on_one_server
 from rollouts.servers import ServerPool
 from server.messages import Sampled, SampleRequest
-from training.model import load_model_config
+from training.loading import load_model_config
 from vllm_client import Server, ServerError, ServerLost, State
 
 

@@ -16,7 +16,7 @@ from rollouts.processor import hold_date, load_processor, placeholder_ids, token
 from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Failures, Scorer
 from rollouts.servers import ServerPool
-from training.model import load_model_config
+from training.loading import load_model_config
 from utils import naming
 
 PACKAGES = {

@@ -44,5 +44,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exits({UserError: ""}):
+    with exits(UserError):
         main()

@@ -419,6 +419,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cure = "; lower max_tokens_per_gpu, or set gradient_checkpoint or use_fsdp"
-    with exits({UserError: "", ServerError: "", torch.OutOfMemoryError: cure}):
+    with exits(UserError, ServerError):
         main(sys.argv[1:])

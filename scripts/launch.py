@@ -182,7 +182,7 @@ def server_words(args: argparse.Namespace, config: TrainConfig, has_gpu: bool = 
         length = str(config.max_tokens_per_gpu)
     if re.search("longrope|dynamic|'(su|yarn)'", str(model)):  # Phi-3 had other names for longrope
         from prefix_attention import rope_limit  # these import torch, which takes seconds
-        from training.model import load_model_config
+        from training.loading import load_model_config
 
         limit = rope_limit(load_model_config(config)[0])
         if limit < math.inf:

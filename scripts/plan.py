@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM
 import prefix_attention
 from config import TrainConfig, UserError
 from prefix_attention import attach, base_model, completion_logprobs, pack
-from training.lora import add_lora
-from training.model import load_model_config, recompute_layers
+from training.loading import add_lora, load_model_config
+from training.model import recompute_layers
 
 GB = 1e9
 CONTEXT_GB = 0.6  # CUDA's own, and cuBLAS's workspaces

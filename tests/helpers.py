@@ -87,7 +87,7 @@ def on_ranks(num_ranks, folder, function, *arguments):
     script.write_text(
         f"import sys; sys.path[:0] = {[str(ROOT / name) for name in ('', 'tests', 'scripts')]!r}\n"
         f"from utils import exits\nfrom {module} import {name}\n"
-        f"with exits({{}}):\n    {name}(*{[str(a) for a in arguments]!r})\n"
+        f"with exits():\n    {name}(*{[str(a) for a in arguments]!r})\n"
     )
     done = on_forked_ranks(num_ranks, script)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

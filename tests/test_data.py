@@ -39,9 +39,9 @@ from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Scorer, check_rewards, required
 from server.messages import Sampled
 from training.batching import token_columns, trained_lengths
+from training.loading import load_model_config
 from training.logs import batch_samples, token_text
 from training.metrics import batch_metrics
-from training.model import load_model_config
 from vllm_client import Server, completion_of
 
 ROWS = [

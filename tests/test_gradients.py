@@ -28,7 +28,7 @@ from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
 from rollouts.run import open_run
 from train import loss_normalizer, optimizer_step, train_batch
 from training.batching import Dealer, row_tokens
-from training.lora import add_lora
+from training.loading import add_lora
 from training.model import (
     build_policy,
     build_reference,

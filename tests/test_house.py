@@ -17,8 +17,7 @@ ROOMS = {
         "servers", "sending", "proofs", "rollouts", "run", "evaluation",
     },
     "training": {
-        "batching", "lora", "low_memory", "moving_reference", "optimizer", "model", "vision", "checkpoints", "logs", "metrics",
-        "intact",
+        "batching", "loading", "optimizer", "model", "vision", "checkpoints", "logs", "metrics",
     },
     "weights": {"publish", "group"},
     "server": {"app", "messages", "receiver", "whole"},

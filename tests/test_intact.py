@@ -15,7 +15,7 @@ from test_prefix_models import make_model as make_family
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 from config import UserError
-from training.lora import add_lora
+from training.loading import add_lora
 from training.model import build_policy, build_reference, load_model
 from utils import process_group
 

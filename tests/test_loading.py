@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config import UserError
 from training import model as model_module
-from training.lora import add_lora
+from training.loading import add_lora
 from training.model import _shard, base_model, build_policy, build_reference, load_model
 from utils import process_group
 from weights.publish import full_tensor

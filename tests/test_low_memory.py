@@ -22,9 +22,9 @@ from rollouts.rollouts import Rollouts
 from rollouts.servers import ServerPool
 from server.messages import About
 from train import main, optimizer_step
-from training.low_memory import adamw_8bit, in_4bit
+from training.loading import load_model
 from training.model import build_policy, build_reference
-from training.optimizer import build_optimizer
+from training.optimizer import adamw_8bit, build_optimizer
 from utils import process_group
 from vllm_client import ServerError
 from weights.publish import full_tensor, published_weights
@@ -383,10 +383,10 @@ def test_gradients_of_adapters(models, fields):
 
 
 @pytest.mark.parametrize("fields", [{}, {"bf16": True}, {"dtype": "bfloat16"}])
-def test_the_dtype_in_which_a_base_computes(fields):
+def test_the_dtype_in_which_a_base_computes(models, fields):
     """The forward's: another one would be another model."""
-    config = base_config("m", **fields)
-    assert in_4bit(config).bnb_4bit_compute_dtype == (torch.bfloat16 if fields else torch.float32)
+    loaded = load_model(base_config(models["untied"], **fields)).config.quantization_config
+    assert loaded.bnb_4bit_compute_dtype == (torch.bfloat16 if fields else torch.float32)
 
 
 def test_a_reference_of_another_name_is_whole(models):

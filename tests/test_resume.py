@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import chat_template_utils
 
 import train
+import training.loading
 import training.model
 from config import TrainConfig, UserError, parse_args
 from rollouts.rollouts import Rollouts
@@ -476,7 +477,8 @@ def test_a_weight_that_no_gradient_reached_goes_on(trained, resumed, tmp_path, m
 
     monkeypatch.setattr(train, "build_policy", with_one_more)
     monkeypatch.setattr("rollouts.rollouts.published_weights", published)
-    monkeypatch.setattr(training.model, "check_complete", lambda *_: None)  # the model has no such
+    # The model has no such weight.
+    monkeypatch.setattr(training.loading, "check_complete", lambda *_: None)
     trained(max_steps=2)
     resumed()
     assert steps_of(tmp_path) == [1, 2, 3, 4]

@@ -41,7 +41,7 @@ from rollouts.group import version_spans
 from rollouts.rollouts import Rollouts
 from rollouts.sampling import sampling_params
 from rollouts.servers import ServerPool
-from training.lora import add_lora
+from training.loading import add_lora
 from training.model import load_model, parallelize
 from utils import broadcast_object, process_group
 from vllm_client import Server, ServerError

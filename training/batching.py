@@ -105,12 +105,16 @@ def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]
         trains = torch.tensor(trained_lengths(group, config)) > 0
         versions = tokens.weight_versions
         is_current = versions == group.trained_version
-        columns["advantages"].append(advantages[tokens.completion])
-        columns["mask"].append((versions != ENVIRONMENT) & trains[tokens.completion])
-        columns["sampler_logprobs"].append(tokens.sampler_logprobs)
-        columns["servers"].append(is_current.to(torch.int16) * (1 + group.server))
+        of_group = {
+            "advantages": advantages[tokens.completion],
+            "mask": (versions != ENVIRONMENT) & trains[tokens.completion],
+            "sampler_logprobs": tokens.sampler_logprobs,
+            "servers": is_current.to(torch.int16) * (1 + group.server),
+        }
         if group.ref_logprobs is not None:
-            columns["ref_logprobs"].append(group.ref_logprobs)
+            of_group["ref_logprobs"] = group.ref_logprobs
+        for name, column in of_group.items():
+            columns[name].append(column)
 
     joined = {name: torch.cat(parts) for name, parts in columns.items()}
     joined["mask"] = joined["mask"].float()
@@ -167,7 +171,7 @@ class Dealer:
                 update = num_trained(groups if of_batch else self.added, config)
                 self.added = []
                 for rows in rows_of_rank:  # each has one: the last row waited until now
-                    rows[-1] = replace(rows[-1], update=update)
+                    rows[-1].update = update
         return rows_of_rank
 
     def _next_rows(self, is_complete: bool) -> list[MicroBatch]:
@@ -179,21 +183,23 @@ class Dealer:
         config = self.config
         num_ranks = self.num_ranks
         rows = micro_batches(self.waiting, config.max_tokens_per_gpu, config)
-        firsts = [int(row.packed.group[0]) for row in rows]  # of the waiting groups
-        lasts = [int(row.packed.group[-1]) for row in rows]
-
         num_dealt = len(rows)
         if not is_complete:  # later groups may join the last row
             num_dealt -= 1
         num_dealt -= num_dealt % num_ranks
-        while 0 < num_dealt < len(rows) and lasts[num_dealt - 1] == firsts[num_dealt]:
-            num_dealt -= num_ranks  # a round less, until the cut falls between two groups
-        self.waiting = self.waiting[firsts[num_dealt] :] if num_dealt < len(rows) else []
-        if not is_complete or not self.waiting:
+        # A round less, until the cut falls between two groups.
+        while 0 < num_dealt < len(rows):
+            last = rows[num_dealt - 1].packed
+            if last.group[-1] != rows[num_dealt].packed.group[0]:
+                break
+            num_dealt -= num_ranks
+        left = rows[num_dealt:]
+        self.waiting = self.waiting[left[0].packed.group[0] :] if left else []
+        if not is_complete or not left:
             return rows[:num_dealt]
 
-        num_smaller = math.ceil((len(rows) - num_dealt) / num_ranks) * num_ranks
-        tokens_each = sum(row.packed.num_tokens for row in rows[num_dealt:]) / num_smaller
+        num_smaller = math.ceil(len(left) / num_ranks) * num_ranks
+        tokens_each = sum(row.packed.num_tokens for row in left) / num_smaller
         # So that no completion is cut by the smaller bound.
         longest = longest_completion(self.waiting, config)
         max_tokens = min(max(math.ceil(tokens_each), longest), config.max_tokens_per_gpu)
@@ -217,9 +223,10 @@ def num_trained(groups: list[Group], config: TrainConfig) -> Update:
 
 def longest_completion(groups: list[Group], config: TrainConfig) -> int:
     """The most positions that a row of one completion has."""
-    lengths = []
+    longest = 0
     for group in groups:
         prompt_ids, completions = group.sequences
         for completion in completions:
-            lengths.append(num_packed_tokens([(prompt_ids, [completion])], config.share_prefix))
-    return max(lengths)
+            alone = num_packed_tokens([(prompt_ids, [completion])], config.share_prefix)
+            longest = max(longest, alone)
+    return longest

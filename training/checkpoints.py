@@ -163,7 +163,7 @@ class Checkpoints:
         self.policy = policy
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.processor: Any = getattr(rollouts.run, "processor", None)  # on rank 0
+        self.rollouts = rollouts
         self.averages = getattr(reference, "weights", {})  # of one that moves
         self._saved = 0  # the last step that has a checkpoint in the folder
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -177,10 +177,11 @@ class Checkpoints:
             values["step"].zero_()  # that step must not count
 
         self._begun = 0  # the last update that the weights have, or half of it
-        optimizer.register_step_pre_hook(self._note_update)
 
-    def _note_update(self, *_: Any) -> None:
-        self._begun = self.scheduler.last_epoch + 1
+        def note_update(*_: Any) -> None:
+            self._begun = scheduler.last_epoch + 1
+
+        optimizer.register_step_pre_hook(note_update)
 
     def resume(self, checkpoint: Path | None, state: dict[str, Any] | None) -> int:
         """Load optimizer and schedule, and take over the folder.
@@ -218,13 +219,15 @@ class Checkpoints:
         optimizer = get_optimizer_state_dict(self.policy, self.optimizer)
         return {"optimizer": optimizer, "reference": self.averages}
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copy everything to host memory, and start to write the checkpoint.
+    def save(self, log: Any) -> None:
+        """Copy everything to host memory, and start to write the checkpoint of the last whole step.
 
         Raises:
             UserError: the last save failed.
         """
         self._wait()
+        step = self.rollouts.version
+        state = self.rollouts.state() | log.state() | {"step": step, "cwd": os.getcwd()}
         part = self.folder / f"checkpoint-{step}.part"
         weights = host_weights(self.policy)
         shards: Any = dcp.async_save(
@@ -233,64 +236,57 @@ class Checkpoints:
         self._saved = step
         self._writing = shards
         if is_main():
-            self._writing = self._pool.submit(
-                self._write, part, shards, weights, {**state, "step": step, "cwd": os.getcwd()}
-            )
+            self._writing = self._pool.submit(self._write, part, shards, weights, state)
 
     @contextmanager
-    def saving(self, rollouts: Any, log: Any) -> Iterator[None]:
+    def saving(self, log: Any) -> Iterator[None]:
         """Save the last whole step when the block ends, however it ends; push the run's last one.
 
         An error is raised again, but for Stopped. Where it is of one rank alone nothing can be
         saved: the others wait for this rank, in the middle of a step.
         """
-        error: BaseException | None = None
         try:
             yield
         except Stopped:
             pass
-        except BaseException as raised:
-            error = raised
-
-        step = rollouts.version
-        if error:
-            num_updates = step * self.config.updates_per_batch
-            is_whole = num_updates == max(self._begun, self.scheduler.last_epoch)
-            if not is_whole:
-                raise error
-            try:
-                # Made for this: no rank can be in the middle of a collective of it.
-                dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=MEETING_S)))
-            except RuntimeError:
-                raise error from None
-        try:
-            failed = None
-            for _ in range(2):  # a save that fails is tried once more
+        except BaseException:
+            num_updates = self.rollouts.version * self.config.updates_per_batch
+            if num_updates == max(self._begun, self.scheduler.last_epoch):  # no step is half done
                 try:
-                    if step > 0 and step != self._saved:
-                        self.save(step, rollouts.state() | log.state())
-                    self._wait()
-                    failed = None
-                except UserError as failure:  # of all ranks, perhaps of an earlier step
-                    failed = failure
-                    if is_main():
-                        print(failure, flush=True)
-            if failed:
-                raise failed
+                    # Made for this: no rank can be in the middle of a collective of it.
+                    timeout = timedelta(seconds=MEETING_S)
+                    dist.barrier(dist.new_group(backend="gloo", timeout=timeout))
+                    self._save_last(log)
+                except Exception as failure:  # the first error is the one to raise
+                    print(f"the last step is not saved: {_in_a_line(failure)}", flush=True)
+            raise
+        self._save_last(log)
 
-            repo_id = self.config.hub_repo_id
-            if repo_id and step == rollouts.num_steps and is_main():
-                folder = self.folder / f"checkpoint-{step}"
-                with naming(
-                    "the checkpoint is saved, but not pushed, which "
-                    f"`hf upload {repo_id} {folder} . --exclude '{TRAINER}/*'` does"
-                ):
-                    huggingface_hub.HfApi().upload_folder(
-                        repo_id=repo_id, folder_path=folder, ignore_patterns=f"{TRAINER}/*"
-                    )
-        finally:
-            if error:
-                raise error  # also where saving failed
+        step = self.rollouts.version
+        repo_id = self.config.hub_repo_id
+        if repo_id and step == self.rollouts.num_steps and is_main():
+            folder = self.folder / f"checkpoint-{step}"
+            with naming(
+                "the checkpoint is saved, but not pushed, which "
+                f"`hf upload {repo_id} {folder} . --exclude '{TRAINER}/*'` does"
+            ):
+                huggingface_hub.HfApi().upload_folder(
+                    repo_id=repo_id, folder_path=folder, ignore_patterns=f"{TRAINER}/*"
+                )
+
+    def _save_last(self, log: Any) -> None:
+        """Save the last whole step; a save that fails, or an earlier one, is tried once more."""
+        for is_last_try in (False, True):
+            try:
+                step = self.rollouts.version
+                if step > 0 and step != self._saved:
+                    self.save(log)
+                return self._wait()
+            except UserError as failure:  # of all ranks
+                if is_last_try:
+                    raise
+                if is_main():
+                    print(failure, flush=True)
 
     def _wait(self) -> None:
         """Wait until the last save is on the disk, or raise a UserError that says why not."""
@@ -317,12 +313,11 @@ class Checkpoints:
             unwrap(self.policy).save_pretrained(part, state_dict=weights)
             # peft's is empty, and the hub refuses a local base_model.
             (part / "README.md").unlink(missing_ok=True)
-            self.processor.save_pretrained(part)
+            self.rollouts.run.processor.save_pretrained(part)
             (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
             torch.save(state, part / TRAINER / "state.pt")
             for file in [*part.rglob("*"), part]:  # on the disk before it has its name
                 _sync(file)
-            self._remove(path)
             part.rename(path)
         finally:  # a half goes at once, as the disk may be full
             shutil.rmtree(part, ignore_errors=True)
@@ -331,14 +326,10 @@ class Checkpoints:
 
         if self.config.keep_last_n:
             found = checkpoints_in(self.folder)
-            for step in sorted(found)[: -self.config.keep_last_n]:
-                self._remove(found[step])
-
-    def _remove(self, path: Path) -> None:
-        """Remove a checkpoint; its name never stands for half a checkpoint."""
-        if path.exists():
-            removed = path.rename(mkdtemp(".part", "checkpoint-", self.folder))
-            shutil.rmtree(removed, ignore_errors=True)
+            for number in sorted(found)[: -self.config.keep_last_n]:
+                # A checkpoint's name never stands for half of it.
+                removed = found[number].rename(found[number].with_suffix(".part"))
+                shutil.rmtree(removed, ignore_errors=True)
 
 
 def _make_way(folder: Path, step: int) -> None:

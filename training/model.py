@@ -1,4 +1,4 @@
-"""The policy and its reference, loaded, with LoRA, under DDP or FSDP2.
+"""The policy and its reference, with LoRA, under DDP or FSDP2.
 
 What images need on top is in `training/vision.py`, imported only for models that have a tower.
 """
@@ -19,20 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint as run_checkpointed
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    GenerationConfig,
-)
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.logging import disable_progress_bar
 
 from config import TrainConfig, UserError
 from prefix_attention import (
@@ -41,13 +35,11 @@ from prefix_attention import (
     base_model,
     completion_logprobs,
     device_of,
+    evaluating,
 )
 from rollouts.group import Prompt
 from rollouts.processor import placeholder_ids
-from training.intact import check_complete
-from training.lora import add_lora
-from training.low_memory import in_4bit, use_differentiable_layout
-from training.moving_reference import MovingReference
+from training.loading import add_lora, load_model
 from training.vision import freeze_unused, frozen_modules, run_tower_always
 from utils import gather_objects, is_main, naming
 from weights.publish import unwrap
@@ -91,17 +83,15 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
     if not config.share_prefix:
         return config
 
-    refusal = None
+    shares = True
     try:
         _attach(policy, config, example, verify=True)
     except ValueError as error:
-        refusal = str(error)
-        # A rank that refuses alone may have left the others in a forward, where they wait for it.
-        print(f"rank {dist.get_rank()}: {refusal}", flush=True)
-    reasons = [reason for reason in gather_objects(refusal) if reason]
-    if reasons and is_main():
-        print(f"share_prefix is off, each prompt is forwarded once per completion: {reasons[0]}")
-    return replace(config, share_prefix=not reasons)
+        shares = False
+        # By each rank: one that refuses alone may have left the others in a forward.
+        told = f"share_prefix is off, each prompt is forwarded once per completion: {error}"
+        print(told, flush=True)
+    return replace(config, share_prefix=all(gather_objects(shares)))
 
 
 def build_reference(
@@ -131,13 +121,12 @@ def build_reference(
             with naming("reference_id: set share_prefix=false"):
                 _attach(model, config, example, verify=config.reference_id is not None)
 
-    logprobs_of = partial(token_logprobs, config=config)
     if config.reference_decay is not None:
-        return MovingReference(policy, model, logprobs_of, config)
+        return MovingReference(policy, model, config)
 
-    def reference(row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
+    def reference(row: PackedBatch, images: dict[str, Tensor]) -> Any:
         with torch.no_grad(), without_adapter():
-            return logprobs_of(model, row, images)
+            return token_logprobs(model, row, images, config)
 
     return reference
 
@@ -156,101 +145,75 @@ def _attach(model: Any, config: TrainConfig, example: Prompt | None, verify: boo
         )
 
 
-# -- Loading ---------------------------------------------------------------------------------------
+# -- A reference that follows the policy -----------------------------------------------------------
 
 
-def with_bf16(config: TrainConfig) -> TrainConfig:
-    """Decide a `bf16` of None.
+class MovingReference:
+    """Log-probs under weights that become d · reference + (1 - d) · policy.
 
-    It is on where CUDA computes in bfloat16 and the weights that train are fp32. Under FSDP2
-    `fsdp_bf16` is on in its place.
-    """
-    if config.bf16 is not None:
-        return config
-
-    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    wanted = has_bf16 and (config.dtype == "float32" or config.use_peft)
-    if config.use_fsdp:
-        return replace(config, bf16=False, fsdp_bf16=wanted or config.fsdp_bf16)
-    return replace(config, bf16=wanted)
-
-
-def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
-    """Read transformers' configuration of `model_id`, and choose its class.
-
-    Raises:
-        UserError: the model is quantized.
-    """
-    model_config = AutoConfig.from_pretrained(
-        config.model_id, trust_remote_code=config.trust_remote_code
-    )
-    quantized = getattr(model_config, "quantization_config", None)
-    method = dict(quantized or {}).get("quant_method")
-    if method and method != "mxfp4":  # mxfp4 is loaded in bfloat16
-        raise UserError(
-            f"model_id={config.model_id} is quantized ({method}), and cannot be trained: take the "
-            "model that it was made from"
-        )
-    if getattr(model_config, "vision_config", None) is not None:
-        return model_config, AutoModelForImageTextToText
-    return model_config, AutoModelForCausalLM
-
-
-def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: bool = False) -> Any:
-    """Load a model on the CPU, in eval mode: without dropout, noise and skipped layers.
-
-    With them log-probs would differ from the server's, and from forward to forward. `on_meta` gives
-    its shapes alone.
-    """
-    disable_progress_bar()  # ours is the one to watch
-    model_config, model_class = load_model_config(config)
-    attention = config.attn_implementation
-    if getattr(model_config.get_text_config(decoder=True), "attn_logit_softcapping", None):
-        if attention == "sdpa":
-            raise UserError(
-                f"attn_implementation=sdpa leaves out the softcap of {config.model_id}: "
-                "leave it at none"
-            )
-        attention = attention or "eager"  # transformers would take sdpa
-
-    source: Any = checkpoint or config.model_id
-    if Path(source).exists():
-        source = Path(source).resolve()  # as an adapter names its model by it
-    quantization = None
-    if config.base_4bit:
-        quantization = in_4bit(config)
-    with naming(f"the weights of {source} cannot be loaded"):
-        model, found = model_class.from_pretrained(
-            source,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=attention,
-            trust_remote_code=config.trust_remote_code,
-            device_map="meta" if on_meta else None,
-            quantization_config=quantization,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_complete` refuses them
-        )
-    if not on_meta:
-        reshaped = {name for name, _, _ in found["mismatched_keys"]}
-        # What the file has with other values transformers unties, and vLLM does not.
-        tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-        untied = tied.keys() - model.all_tied_weights_keys.keys()
-        check_complete(source, found["missing_keys"], found["unexpected_keys"], reshaped, untied)
-    if config.base_4bit:
-        use_differentiable_layout(model)
-    if model.can_generate():
-        model.generation_config = KeptDefaults.from_dict(model.generation_config.to_dict())
-    return model.eval()
-
-
-class KeptDefaults(GenerationConfig):
-    """A model's defaults of sampling, which training does not use and checkpoints keep.
-
-    transformers loads some that it refuses to save.
+    With LoRA these are the averages of A and of B (not of their product). For the reference's
+    forward they are put into the policy, so that the base is in memory once. Without LoRA the
+    reference is a model of its own.
     """
 
-    def validate(self, *_: Any, **__: Any) -> None:
-        """Take them as they are."""
+    def __init__(self, policy: nn.Module, model: nn.Module, config: TrainConfig):
+        """Begin at the policy's weights.
+
+        Args:
+            policy: whose weights it follows.
+            model: a frozen one that begins with the same weights; with LoRA the policy's own.
+            config: reference_decay, reference_steps.
+        """
+        self.config = config
+        self.model = model
+        self.swaps_weights = model is unwrap(policy)
+        self.policy_weights: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}  # by the policy's names, too
+        for name, weight in unwrap(policy).named_parameters():
+            if weight.requires_grad:
+                self.policy_weights[name] = weight
+                own = model.get_parameter(name).detach()
+                self.weights[name] = own.clone() if self.swaps_weights else own
+
+    @torch.no_grad()
+    def __call__(self, row: PackedBatch, images: dict[str, Tensor]) -> Any:
+        """`token_logprobs` of a row.
+
+        Never call it between the policy's forward and its backward: with LoRA it overwrites the
+        policy's weights, and restores them.
+        """
+        if not self.swaps_weights:
+            return token_logprobs(self.model, row, images, self.config)
+
+        kept = {name: weight.clone() for name, weight in self.policy_weights.items()}
+        self._set_policy(self.weights)
+        try:
+            with evaluating(self.model):  # without dropout
+                return token_logprobs(self.model, row, images, self.config)
+        finally:
+            self._set_policy(kept)
+
+    def _set_policy(self, values: dict[str, Tensor]) -> None:
+        for name, weight in self.policy_weights.items():
+            weight.copy_(values[name])
+        _gather_anew(self.model)
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Move towards the policy after a step, if this one is due."""
+        if step % self.config.reference_steps:
+            return
+        decay: Any = self.config.reference_decay
+        averages = list(self.weights.values())
+        # DTensors have no `lerp_` of their own.
+        torch._foreach_lerp_(averages, list(self.policy_weights.values()), 1 - decay)
+        _gather_anew(self.model)
+
+
+def _gather_anew(model: Any) -> None:
+    """Let FSDP2 forget the weights that its root has gathered for the last forward."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 # -- Over the ranks --------------------------------------------------------------------------------
@@ -287,10 +250,9 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
 @torch.no_grad()
 def _spread(model: Any, config: TrainConfig, device: torch.device) -> None:
     """Give each rank its part of rank 0's weights and buffers: all, or a shard. Collective."""
-    whole: dict[str, Tensor] = {}
-    if is_main():  # only rank 0 holds a whole model
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            whole[name] = tensor.detach()
+    whole: dict[str, Tensor] = {}  # of values on rank 0, on the others of shapes alone
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        whole[name] = tensor.detach()
     model.to("meta")
     base_model(model).tie_weights()  # to another device each of two tied ones goes by itself
     if config.use_fsdp:
@@ -300,11 +262,8 @@ def _spread(model: Any, config: TrainConfig, device: torch.device) -> None:
     base_model(model).tie_weights()
 
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if is_main():
-            values = whole.pop(name).to(device)
-        else:
-            values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
+        values = whole.pop(name)
+        values = values.to(device) if is_main() else torch.empty_like(values, device=device)
         if isinstance(tensor, DTensor):
             shard = distribute_tensor(values, tensor.device_mesh, tensor.placements)
             tensor.to_local().copy_(shard.to_local())
@@ -376,6 +335,22 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 # -- Training --------------------------------------------------------------------------------------
+
+
+def with_bf16(config: TrainConfig) -> TrainConfig:
+    """Decide a `bf16` of None.
+
+    It is on where CUDA computes in bfloat16 and the weights that train are fp32. Under FSDP2
+    `fsdp_bf16` is on in its place.
+    """
+    if config.bf16 is not None:
+        return config
+
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    wanted = has_bf16 and (config.dtype == "float32" or config.use_peft)
+    if config.use_fsdp:
+        return replace(config, bf16=False, fsdp_bf16=wanted or config.fsdp_bf16)
+    return replace(config, bf16=wanted)
 
 
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:

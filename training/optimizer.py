@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import get_parameter_names
 
 from config import TrainConfig
-from training.low_memory import adamw_8bit
 
 # As of transformers' Trainer: names, in lower case, of what does not decay.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -52,3 +52,59 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
         return 1.0
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
+    """Make AdamW with both moments in 8 bits, in blocks of 256 values (arXiv:2110.02861).
+
+    It computes in fp32. A tensor, or a rank's shard of it, of fewer than 4,096 values, or of a
+    number that 256 does not divide, keeps its moments in its own dtype.
+    """
+    from torchao.optim import AdamW8bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    @OptimState8bit.implements(torch.ops.aten.new_empty.default)
+    def new_empty(_: Any, __: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Allocate an 8-bit tensor for a copy: saving needs it, and torchao 0.18 lacks it."""
+        tensor, shape = args
+        return tensor.zeros(
+            shape,
+            tensor.signed,
+            tensor.block_size,
+            kwargs.get("device", tensor.device),
+            tensor.dtype,
+        )
+
+    class AdamW(AdamW8bit):
+        """torchao's AdamW, whose learning rates are tensors only during a step.
+
+        Schedules and checkpoints have numbers, as with torch's AdamW.
+        """
+
+        add_param_group = torch.optim.Optimizer.add_param_group  # torchao's makes tensors of them
+
+        def step(self, closure: Any = None) -> None:
+            """Update the weights.
+
+            On GPUs the first step compiles a kernel for each shape of a weight.
+            """
+            for group in self.param_groups:
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+
+            # Models that train without a GPU are small, and would gain less than it takes.
+            compiles = torch.cuda.is_available()
+            with torch.compiler.set_stance("default" if compiles else "force_eager"):
+                super().step(closure)
+
+            # A value below 1.6e-7 of the largest in its block is rounded to 0. The first moment
+            # over that 0 would be a step of hundreds of learning rates.
+            for state in self.state.values():
+                moment = state["exp_avg_sq"]
+                if isinstance(moment, DTensor):
+                    moment = moment.to_local()
+                if isinstance(moment, OptimState8bit):
+                    moment.codes.clamp_(min=1)  # the place of the smallest value above 0
+            for group in self.param_groups:
+                group["lr"] = group["lr"].item()
+
+    return AdamW(groups, config.learning_rate, (0.9, config.adam_beta2))
