@@ -6,6 +6,7 @@ Completions come from the server, and weights go to it.
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 from typing import Any
@@ -24,7 +25,6 @@ from server.messages import (
     ConnectRequest,
     Sampled,
     SampleRequest,
-    Updated,
     UpdateRequest,
     api_token,
 )  # fmt: skip
@@ -32,10 +32,8 @@ from weights.group import Meeting, address_towards
 
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 ANSWER_TIMEOUT_S = 10.0  # for one that a living server answers at once, on the busiest host
-MAX_SERVERS = 1024  # that are told apart by their numbers
 TRAINER = os.urandom(16).hex()  # this process's name: servers take weights of one trainer at a time
 NOT_ARRIVED = 409  # the status of an update that has not come through the group
-_numbers = count()
 
 
 class ServerError(RuntimeError):
@@ -89,37 +87,35 @@ class State(Enum):
     SERVING = "serving"  # groups, under the current weights
 
 
+@dataclass(eq=False, repr=False)
 class Server:
     """One rollout server.
 
     A recipe's `rollout_fn` gets it, and uses `generate` and the model's `tokenizer`.
     """
 
-    def __init__(
-        self, url: str, timeout_s: float, tokenizer: Any = None, forbidden: Sequence[int] = ()
-    ):
-        self.url = url
-        self.timeout_s = timeout_s  # of a request, if the caller names none
-        self.tokenizer = tokenizer
-        self.forbidden = forbidden  # tokens that are never sampled
-        self.number = next(_numbers) % MAX_SERVERS
-        self.about: Any = None  # an About, of the last connection
-        self.address = ""  # of this machine, on the way to it
+    url: str
+    timeout_s: float  # of a request, if the caller names none
+    tokenizer: Any = None
+    forbidden: Sequence[int] = ()  # tokens that are never sampled
+    number: int = field(default_factory=count().__next__)  # that tells servers apart
+    about: Any = None  # an About, of the last connection
+    connection: Any = None  # by which the server is this trainer's, while it is open
+    address: str = ""  # of this machine, on the way to it
 
-        # What the pool knows of it:
-        self.state = State.LOST
-        self.version = -1  # of the weights that it has
-        self.why_out = ""  # for what reason it has not the current ones
-        self.num_losses = 0
-        self.retry_s = 0.0  # when a lost server may be tried again, on the monotonic clock
-        self.in_flight = 0  # groups
-        self.paused_s = 0.0  # for how long the last update stopped sampling
-        self.connection: Any = None  # by which the server is this trainer's, while it is open
+    # What the pool knows of it:
+    state: State = State.LOST
+    version: int = -1  # of the weights that it has
+    why_out: str = ""  # for what reason it has not the current ones
+    num_losses: int = 0
+    retry_s: float = 0.0  # when a lost server may be tried again, on the monotonic clock
+    in_flight: int = 0  # groups
+    paused_s: float = 0.0  # for how long the last update stopped sampling
 
     # -- requests ----------------------------------------------------------------------------------
 
     def post(self, path: str, body: Any, kind: Any = None, timeout_s: Any = None) -> Any:
-        """The answer to a struct of messages.py.
+        """The answer to a struct of messages.py, or to a GET, without one.
 
         Args:
             path: of the route.
@@ -139,26 +135,26 @@ class Server:
             except (requests.RequestException, msgspec.MsgspecError) as error:
                 raise ServerLost(f"{self.url}{path} failed: {error!r}") from error
 
-    def _open(self, path: str, body: Any = None, timeout_s: Any = None) -> requests.Response:
+    def _open(self, path: str, body: Any, timeout_s: Any) -> requests.Response:
         """An answer that may still be coming, over a connection of its own: servers come and go."""
         session = requests.Session()
         session.trust_env = False  # no proxy in between
         session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
-        session.headers["Content-Type"] = "application/json"
+        headers = {"Content-Type": "application/json"}
         if api_token():
-            session.headers["Authorization"] = f"Bearer {api_token()}"
+            headers["Authorization"] = f"Bearer {api_token()}"
         try:
             reply = session.request(
                 "POST" if body else "GET",
                 self.url + path,
                 data=body and msgspec.json.encode(body),
+                headers=headers,
                 timeout=timeout_s or self.timeout_s,
                 stream=True,
             )
             if reply.status_code < 400:
                 return reply
-            with reply:
-                text = " ".join(reply.text.split())[:500]
+            text = " ".join(reply.text.split())[:500]
         except requests.RequestException as error:
             raise ServerLost(f"{self.url}{path} failed: {error}") from error
         kind = ServerError if reply.status_code < 500 else ServerLost
@@ -168,7 +164,7 @@ class Server:
     def answers(self) -> bool:
         """Ask whether the server calls itself healthy."""
         with suppress(ServerError):
-            self._open("/health", timeout_s=5).close()
+            self.post("/health", None, timeout_s=5)
             return True
         return False
 
@@ -247,7 +243,6 @@ class Server:
         try:  # to a trainer more never comes
             self.about = msgspec.json.decode(reply.raw.readline(), type=About)
         except (HTTPError, msgspec.MsgspecError) as error:
-            reply.close()
             raise ServerLost(
                 f"{self.url} does not speak as a vllm_server.py of this version: {error}"
             ) from error
@@ -275,12 +270,9 @@ class Server:
         """
         request = UpdateRequest(TRAINER, str(version), meeting)
         timeout_s = meeting.timeout_s + ANSWER_TIMEOUT_S
-        self.paused_s = self.post("/update", request, Updated, timeout_s).paused_s
+        self.paused_s = self.post("/update", request, float, timeout_s)
 
     def give_up_update(self) -> None:
-        """Let the server give up the update that it takes.
-
-        Raises:
-            ServerError: it does not answer, as where a worker hangs.
-        """
-        self.post("/update", UpdateRequest(TRAINER), timeout_s=ANSWER_TIMEOUT_S)
+        """Let the server give up the update that it takes, if it answers; a worker may hang."""
+        with suppress(ServerError):
+            self.post("/update", UpdateRequest(TRAINER), timeout_s=ANSWER_TIMEOUT_S)

@@ -4,7 +4,6 @@ Start it by `python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct`, with any
 `vllm serve` that concerns the engine.
 """
 
-import asyncio
 import os
 import socket
 import sys
@@ -42,6 +41,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched import output
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from server.app import RolloutServer
 from server.whole import attach_and_keep, send_and_set
@@ -161,17 +161,13 @@ async def serve(args: Any, listener: socket.socket) -> None:
         config = uvicorn.Config(
             RolloutServer(engine, args).app, log_level="warning", timeout_graceful_shutdown=1,
             ws="none", lifespan="off", ssl_keyfile=args.ssl_keyfile, ssl_certfile=args.ssl_certfile,
+            callback_notify=engine.check_health, timeout_notify=2,  # it ends with its engine
         )  # fmt: skip
         max_len = engine.vllm_config.model_config.max_model_len
         print(f"serving at {args.host} port {args.port}, up to {max_len} tokens", flush=True)
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        while not serving.done():  # the process ends with its engine
-            await asyncio.wait([serving], timeout=2)
-            server.should_exit |= engine.errored
-        serving.result()
-        if engine.errored:
-            sys.exit("error: the engine has ended")
+        await uvicorn.Server(config).serve(sockets=[listener])
+    except EngineDeadError:
+        sys.exit("error: the engine has ended")
     finally:
         engine.shutdown()
 

@@ -221,7 +221,7 @@ class Handler(BaseHTTPRequestHandler):
         """Take an update; returns nothing where it does not come, or is given up."""
         import msgspec
 
-        from server.messages import Updated, UpdateRequest
+        from server.messages import UpdateRequest
 
         self.coming[host] = meeting = msgspec.json.decode(data, type=UpdateRequest).meeting
         if meeting:
@@ -230,7 +230,7 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(1e-3)
             if not taking.done() or taking.exception():
                 return b""
-        return msgspec.msgpack.encode(Updated())
+        return msgspec.msgpack.encode(0.0)
 
     def take(self, host: str, meeting: Any) -> None:
         """Take the buckets of an update."""

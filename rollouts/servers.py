@@ -85,6 +85,7 @@ class ServerPool:
         self._control = ThreadPoolExecutor(1024, thread_name_prefix="control")  # never for rollouts
         self._slots = threading.Condition()  # guards what the servers do, and tells of a free one
         self._limit = config.max_concurrent_requests  # groups on a server; 0 while `drained`
+        self._ends_s = math.inf  # when a run that has lost its last server ends
         self._is_closed = threading.Event()
 
         self._updating = threading.Lock()
@@ -115,17 +116,17 @@ class ServerPool:
         """
         deadline_s = time.monotonic() + self.config.server_timeout
         for server in self.servers:
-            hint = f"`python vllm_server.py --model {self.config.model_id}`"
+            missing = (
+                f"no rollout server at {server.url}: start one with `python vllm_server.py --model "
+                f"{self.config.model_id}`, or set vllm_urls"
+            )
             while not server.about:
                 try:
                     server.connect(sampling=sampling)
                 except ServerLost as error:
                     if time.monotonic() > deadline_s:
-                        raise ServerError(
-                            f"no rollout server at {server.url}: start one with {hint}, or set "
-                            f"vllm_urls ({error})"
-                        ) from error
-                    self._say_once(f"waiting for {server.url} ({hint})")
+                        raise ServerError(f"{missing} ({error})") from error
+                    self._say_once(f"waiting, as there is {missing}")
                     time.sleep(1)
         lengths = [server.about.max_model_len for server in self.servers]
         self._longest = min(lengths, default=self._longest)
@@ -204,7 +205,6 @@ class ServerPool:
         Raises:
             ServerError: the run has ended, or no server came back in time.
         """
-        lost_s = time.monotonic()  # when a server was seen last
         with self._slots:
             while True:
                 server = min(self.serving, key=lambda server: server.in_flight, default=None)
@@ -214,10 +214,7 @@ class ServerPool:
                     raise ServerError("the run has ended")
                 if not self.servers:
                     raise ServerError("vllm_urls names no server, and a group asks for one")
-                if server:
-                    lost_s = time.monotonic()
-                elapsed_s = time.monotonic() - lost_s
-                if elapsed_s > self.config.server_timeout and not self.returned:
+                if not server and not self.returned and time.monotonic() > self._ends_s:
                     why = "; ".join(server.why_out for server in self.servers)
                     raise ServerError(
                         f"no rollout server is left: {why}; "
@@ -281,6 +278,7 @@ class ServerPool:
             server.num_losses += 1
             if not self.serving and not self.returned:
                 timeout_s = self.config.server_timeout
+                self._ends_s = time.monotonic() + timeout_s
                 print(f"no rollout server is left: waiting {timeout_s:.0f} s for one")
 
     def admit(self, server: Server) -> None:
@@ -295,18 +293,31 @@ class ServerPool:
             print(f"{server.url} is back")
 
     def _watch(self) -> None:
-        """Take back lost servers that answer, each in a thread of its own, until the run ends."""
+        """Take back lost servers that answer, each in a thread of its own, until the run ends.
+
+        Files of addresses are read each time: listed servers come, and others leave.
+        """
         while not self._is_closed.wait(PROBE_S):
             if self.version < 0:  # the servers of the start come first
                 continue
-            self._read_list()
-            for server in self.servers:
-                with self._updating:  # a server lost in an update comes back after it
+            known = {server.url: server for server in self.servers}
+            urls = [*known]
+            try:
+                urls = server_urls(self.config)
+            except UserError as error:
+                self._say_once(f"the servers stay as they are: {error}")
+
+            with self._updating:  # a server lost in an update comes back after it
+                self.servers = [known.get(url) or self._make_server(url) for url in urls]
+                for url in known.keys() - urls:  # they finish what they have in flight
+                    self.lose(known[url], "the list does not name it any more")
+                    known[url].disconnect()
+                for server in self.servers:
                     is_due = server.state is State.LOST and time.monotonic() > server.retry_s
-                if is_due and not self.sleeps:
-                    server.retry_s = math.inf  # not twice at a time
-                    with suppress(RuntimeError):  # of a pool that closes
-                        self._control.submit(self._take_back, server)
+                    if is_due and not self.sleeps:
+                        server.retry_s = math.inf  # not twice at a time
+                        with suppress(RuntimeError):  # of a pool that closes
+                            self._control.submit(self._take_back, server)
 
     def _take_back(self, server: Server) -> None:
         """Connect a server, if it answers; what it had in flight has gone to other servers."""
@@ -321,20 +332,6 @@ class ServerPool:
             if not isinstance(error, ServerLost):  # it is there
                 server.why_out = str(error)
                 self._say_once(f"{server.url} answers again, but stays left out: {error}")
-
-    def _read_list(self) -> None:
-        """Read the files of addresses: take in new servers, drop unlisted servers."""
-        try:
-            urls = server_urls(self.config)
-        except UserError as error:
-            self._say_once(f"the servers stay as they are: {error}")
-            return
-        known = {server.url: server for server in self.servers}
-        self.servers = [known.get(url) or self._make_server(url) for url in urls]
-        for url in known.keys() - urls:  # they finish what they have in flight
-            self.lose(known[url], "the list does not name it any more")
-            with self._updating:
-                known[url].disconnect()
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -361,11 +358,11 @@ class ServerPool:
             for server, failure in failures.items():
                 if not failure:
                     server.version = version
-                elif not isinstance(failure, UpdateBroken):
-                    self.lose(server, failure)
-                elif server.state is not State.LOST:  # meanwhile
+                elif isinstance(failure, UpdateBroken):
                     server.why_out = str(failure)
                     server.state = State.WAITING
+                else:
+                    self.lose(server, failure)
             self.version = version
             return [server for server in returned if server.version == version]
 

@@ -26,7 +26,6 @@ from server.messages import (
     Sampled,
     SampleRequest,
     SleepRequest,
-    Updated,
     UpdateRequest,
 )  # fmt: skip
 from weights.group import Meeting, WeightGroup
@@ -120,11 +119,14 @@ class FakeServer:
             for tensor in self.model.state_dict().values():
                 tensor.fill_(torch.nan)
 
-    def update(self, request: UpdateRequest) -> Updated:
-        """Take an update; after an error sampling may stay paused, as the real server's."""
+    def update(self, request: UpdateRequest) -> float:
+        """Take an update, and return for how many seconds nothing was sampled.
+
+        After an error sampling may stay paused, as the real server's.
+        """
         self._update_name = name = os.urandom(8).hex()
         if not request.meeting:
-            return Updated()
+            return 0.0
         if not self.stages:
             self._resumed.clear()
         arriving = self._threads.submit(self._receive, request.meeting)
@@ -148,7 +150,7 @@ class FakeServer:
         self.version = request.weight_version
         self.fault("/update/placed")
         self._resumed.set()
-        return Updated(time.monotonic() - started_s)
+        return time.monotonic() - started_s
 
     def _receive(self, meeting: Meeting) -> dict[str, Tensor]:
         """All weights of an update."""

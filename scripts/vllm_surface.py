@@ -25,7 +25,7 @@ OURS = [ROOT / "vllm_server.py", *sorted((ROOT / "server").glob("*.py"))]
 METHODS = {
     "vllm.engine.arg_utils.AsyncEngineArgs": ["add_cli_args", "from_cli_args"],
     "vllm.v1.engine.async_llm.AsyncLLM": [
-        "from_engine_args", "add_request", "abort", "check_health", "errored", "shutdown",
+        "from_engine_args", "add_request", "abort", "check_health", "shutdown",
         "pause_generation", "resume_generation", "sleep", "wake_up", "update_weight_version",
     ],
     "vllm.v1.engine.core_client.AsyncMPClient": [

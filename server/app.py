@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import astuple
 from itertools import chain
 from typing import Any
 from uuid import uuid4
@@ -31,7 +32,6 @@ from server.messages import (
     Sampled,
     SampleRequest,
     SleepRequest,
-    Updated,
     UpdateRequest,
     api_token,
 )  # fmt: skip
@@ -135,8 +135,6 @@ class RolloutServer:
         is_free = not self._connection or await self._connection.is_disconnected()
         if request.trainer != self.trainer and not is_free:
             raise ValueError("another trainer uses this server: one at a time")
-        if await http.is_disconnected():  # its request was long on its way
-            raise ValueError("the trainer has hung up")
         self.trainer = request.trainer
         self._connection = http
         self._coming = None
@@ -166,16 +164,20 @@ class RolloutServer:
             except BaseException:  # a client that hangs up cancels this
                 await self._abort(begun)
                 raise
-            prompt_ids = output.prompt_token_ids if request.images else []
+            expanded = output.prompt_token_ids if request.images else []
+            prompt_ids = np.asarray(expanded, "<i4").tobytes()
+            prompt_logprobs = floats(output.prompt_logprobs)
             messages = []
             for completion in output.outputs:
-                message = Sampled(completion.finish_reason)
-                message.token_ids = np.asarray(completion.token_ids, "<i4").tobytes()
-                message.logprobs = floats(completion.logprobs)
-                for span in completion.weight_versions or ():
-                    message.weight_versions.append((span.version, span.start, span.end))
-                message.prompt_token_ids = np.asarray(prompt_ids, "<i4").tobytes()
-                message.prompt_logprobs = floats(output.prompt_logprobs)
+                spans = completion.weight_versions or []
+                message = Sampled(
+                    completion.finish_reason,
+                    np.asarray(completion.token_ids, "<i4").tobytes(),
+                    floats(completion.logprobs),
+                    [astuple(span) for span in spans],
+                    prompt_ids,
+                    prompt_logprobs,
+                )
                 messages.append(message)
             yield msgspec.msgpack.encode(messages)
 
@@ -205,10 +207,8 @@ class RolloutServer:
             parser = tracker.create_parser()
             for url in request.images:
                 parser.parse_image(url, None)
-            images, names = await tracker.resolve_items()
+            images, _ = await tracker.resolve_items()
             prompt = TokensPrompt(prompt_token_ids=request.token_ids, multi_modal_data=images)
-            if names:
-                prompt["multi_modal_uuids"] = names
             (prompt,) = await self.engine.renderer.render_cmpl_async([prompt])
         return await self.engine.add_request(
             uuid4().hex, prompt, params, lora_request=self._adapter, priority=request.priority
@@ -233,8 +233,6 @@ class RolloutServer:
         async with self._changing:
             if not request.weight_version:
                 return JSONResponse({})
-            if self._coming is not request:
-                return refusal(409, "the trainer has given it up")
             is_sampling = engine.output_processor.has_unfinished_requests()
             await self._on_workers("begin_update", request.meeting, is_sampling)
             state = COMING
@@ -262,7 +260,7 @@ class RolloutServer:
                 # The cache comes last: loading may need its memory, and then vLLM samples again.
                 await engine.wake_up(["kv_cache"])
             await engine.resume_generation()
-            return Response(msgspec.msgpack.encode(Updated(time.monotonic() - started_s)))
+            return Response(msgspec.msgpack.encode(time.monotonic() - started_s))
 
     async def sleep(self, request: SleepRequest, _: Request) -> Response:
         """Give up the GPU's memory until the next update."""

@@ -49,18 +49,13 @@ class About(msgspec.Struct):
 class UpdateRequest(Request):
     """Of `/update`: takes new weights, and samples on as their version.
 
-    Without a version it gives up what was coming.
+    Without a version it gives up what was coming. The answer, in msgpack, is for how many seconds
+    the server did not sample; where the update does not come through, it is an error 409.
     """
 
     trainer: str
     weight_version: str = ""
     meeting: Meeting | None = None  # of the group over which they come
-
-
-class Updated(msgspec.Struct):
-    """The answer of `/update`. Where the update does not come through, it is an error 409."""
-
-    paused_s: float = 0.0  # for how long the server did not sample
 
 
 class SleepRequest(Request):

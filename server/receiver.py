@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -38,51 +39,45 @@ class Update:
     def __init__(self, meeting: Meeting, worker: Any, is_sampling: bool):
         self.state = COMING
         self.error = ""  # why no more of it comes
-        self._meeting = meeting
-        self._worker = worker
         # Beside the model: not on the trainer's card. One that sleeps, to make room, is idle.
         self._can_wait = meeting.backend != "ipc" and is_sampling
         self._waiting: list[dict[str, Tensor]] = []
-        self._coming = self._buckets()
+        self._coming = self._buckets(meeting, worker)
         self._thread = threading.Thread(target=self._take, daemon=True)
         self._thread.start()
 
     def _take(self) -> None:
         """Take buckets as long as they can wait."""
-        device = self._worker.device
-        try:
-            torch.get_device_module(device).set_device(device)  # of this thread
+        with suppress(Exception):  # of which `error` tells
             for bucket in self._coming:
                 self._waiting.append(bucket)
-                free_bytes = psutil.virtual_memory().available
-                if self._meeting.backend == "nccl":
-                    free_bytes, _ = torch.cuda.mem_get_info(device)
-                if not self._can_wait or free_bytes < FREE_BYTES:
-                    self.state = LOADS_NOW
+                if self.state == LOADS_NOW:
                     return
-            self.state = WHOLE
-        except Exception as error:  # the trainer is told
-            self.error = f"{type(error).__name__}: {error}"
-            self.state = BROKEN
 
-    def _buckets(self) -> Iterator[dict[str, Tensor]]:
+    def _buckets(self, meeting: Meeting, worker: Any) -> Iterator[dict[str, Tensor]]:
         """The buckets, up to the empty one, by the worker's group, or a new one in its place."""
-        worker = self._worker
-        meeting = self._meeting
-        group = None
+        device = worker.device
+        group = worker.group
         try:
-            group = worker.group
+            torch.get_device_module(device).set_device(device)  # of this thread
             if not group or group.meeting != meeting:
                 if group:
                     group.close()
                 config = worker.parallel_config
                 number = config.data_parallel_index * config.world_size + config.rank
                 with nccl.unpinned_nccl_env():  # vLLM sets variables that the trainer has not
-                    group = WeightGroup(meeting, meeting.first_rank + number, worker.device)
+                    group = WeightGroup(meeting, meeting.first_rank + number, device)
                 if worker.update is self:  # and no other has begun
                     worker.group = group
-            yield from iter(group.receive, {})
-        except Exception as error:  # the trainer makes another group
+            for bucket in iter(group.receive, {}):
+                free_bytes = psutil.virtual_memory().available
+                if meeting.backend == "nccl":
+                    free_bytes, _ = torch.cuda.mem_get_info(device)
+                if not self._can_wait or free_bytes < FREE_BYTES:
+                    self.state = LOADS_NOW
+                yield bucket
+            self.state = WHOLE
+        except Exception as error:  # the trainer is told, and makes another group
             self.error = f"{type(error).__name__}: {error}"
             self.state = BROKEN
             if group:
@@ -100,11 +95,7 @@ class Update:
         if self.error:
             raise RuntimeError(self.error)
         while self._waiting:
-            bucket = self._waiting.pop(0)
-            for tensor in bucket.values():
-                if tensor.is_cuda:  # its memory is another stream's, which may use it again
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            yield from bucket.items()
+            yield from self._waiting.pop(0).items()
         for bucket in self._coming:
             yield from bucket.items()
 
@@ -168,6 +159,7 @@ class WorkerExtension:
         if self.device.type == "cpu" and not lora_config:
             refresh_packed(model)
         if self.device.type == "cuda":
+            # The memory of what waited is another stream's, which may use it again from here on.
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()  # or what torch keeps would count as taken
         return ""

@@ -20,7 +20,10 @@ _set_weight_version = EngineCore.set_weight_version
 
 
 def attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
-    """Mark a step's messages with the weights' version; keep the tokens that can wait."""
+    """Mark a step's messages with the weights' version; keep the tokens that can wait.
+
+    Those of requests that were aborted, of which no output tells, stay until the next update.
+    """
     _attach_weight_version(core, messages)
     kept: dict[str, list[EngineCoreOutput]] = core.__dict__.setdefault("kept", {})
     requests = core.scheduler.requests  # without those that have ended
@@ -40,15 +43,12 @@ def attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
         message.outputs = sent
         if not sent and not message.scheduler_stats and not message.finished_requests:
             del messages[client]
-    if len(kept) > len(requests):  # some were aborted, of which no output tells
-        for name in kept.keys() - requests.keys():
-            del kept[name]
 
 
 def send_and_set(core: Any, weight_version: str) -> None:
     """Send all tokens that are kept, under the version that sampled them; set the next.
 
-    Those of requests that were aborted, of which no output told, are not read.
+    Those of requests that were aborted are not read.
     """
     kept = core.__dict__.pop("kept", {})
     outputs = [joined(found) for found in kept.values()]

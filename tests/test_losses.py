@@ -43,8 +43,7 @@ def four(models, stand_ins, monkeypatch):
     """Four that live; those that died in the last test are replaced."""
     monkeypatch.setitem(BUCKET_BYTES, "cpu", 40_000)  # some ten of them
     monkeypatch.setattr(servers_module, "PROBE_S", 0.2)
-    for module in (vllm_client, sending):
-        monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", ANSWER_TIMEOUT_S)
+    monkeypatch.setattr(vllm_client, "ANSWER_TIMEOUT_S", ANSWER_TIMEOUT_S)
     stand_ins[:] = [server for server in stand_ins if server.lives]
     while len(stand_ins) < 4:
         stand_ins.append(Apart(models["untied"], stages=True))

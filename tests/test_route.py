@@ -22,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from server.app import RolloutServer
-from server.messages import MAX_BODY_BYTES, About, Sampled, Updated
+from server.messages import MAX_BODY_BYTES, About, Sampled
 from server.receiver import BROKEN, COMING, LOADS_NOW, WHOLE
 from vllm_client import TRAINER, Server, ServerError, ServerLost, UpdateBroken
 from weights.group import Meeting
@@ -359,7 +359,7 @@ def test_sampling_pauses_once_every_worker_has_the_weights(steps, can_sleep, cal
     with Served(engine) as served:
         status, body = served.ask(UPDATE, "/update")
     assert status == 200
-    assert msgspec.msgpack.decode(body, type=Updated).paused_s > 0
+    assert msgspec.msgpack.decode(body, type=float) > 0
     assert not engine.steps[1:]
     assert engine.calls == ["begin_update", *calls, "resume_generation"]
 

@@ -323,7 +323,9 @@ def test_the_end_of_a_server(our_server, capsys, monkeypatch):
         pass
 
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
-    engine = SimpleNamespace(vllm_config=config, errored=False, shutdown=lambda: print("shut down"))
+    engine = SimpleNamespace(
+        vllm_config=config, check_health=None, shutdown=lambda: print("shut down")
+    )
     fake = SimpleNamespace(from_engine_args=lambda _: engine, from_cli_args=lambda _: None)
     monkeypatch.setattr(our_server, "AsyncLLM", fake)
     monkeypatch.setattr(our_server, "AsyncEngineArgs", fake)

@@ -224,8 +224,7 @@ def packed(
     start = 16
     for name, tensor in tensors.items():
         data = tensor.to(device)
-        is_matrix = data.ndim > 1 and data.is_floating_point()
-        if is_matrix and data.itemsize > dtype.itemsize:
+        if data.ndim > 1 and data.is_floating_point() and data.itemsize > dtype.itemsize:
             data = data.to(dtype)
         end = start + data.nbytes
         entries.append((name, str(data.dtype).removeprefix("torch."), list(data.shape), start, end))
