@@ -255,7 +255,7 @@ def _message(message: Any, places: list[Any]) -> dict[str, Any]:
 
 def leave_out_long(
     prompts: list[Prompt], max_len: int, config: TrainConfig, name: str = "dataset_id",
-    limit: str = "the servers' --max-model-len",
+    limit: str = "max_tokens_per_gpu, or the servers' --max-model-len",
 ) -> list[Prompt]:  # fmt: skip
     """The prompts of 1 to `max_len` tokens; prints the others' number.
 

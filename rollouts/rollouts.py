@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -18,30 +17,28 @@ from rollouts.evaluation import Round, round_metrics
 from rollouts.group import Batch, Group, Prompt
 from rollouts.images import image_example
 from rollouts.order import add_to_history, next_groups
-from rollouts.proofs import Proofs
+from rollouts.proofs import check_gaps, prove
 from rollouts.run import open_run
 from rollouts.stream import GroupStream
 from training.batching import MicroBatch, row_tokens
 from training.metrics import Gaps
-from utils import Stopped, call_on_main, gather_objects, is_main, scatter_objects, timed
-from vllm_client import Server
+from utils import (
+    Stopped,
+    broadcast_object,
+    call_on_main,
+    gather_objects,
+    is_main,
+    scatter_objects,
+    timed,
+)
+from vllm_client import Server, ServerError
 from weights.group import gpu_of
 from weights.publish import adapter_weights, published_weights
 
 PROBE_STEPS = 20  # after which all servers' log-probs are compared on a probe again
 
-
-class Word(Enum):
-    """A word from rank 0 to all ranks.
-
-    Rank 0 alone sees groups and servers.
-    """
-
-    RESYNC = "resync"  # a server came back: all ranks send it the policy, and wait on
-    ENOUGH = "enough"  # groups of the batch with the tokens that were asked for have come
-    COMPLETE = "complete"  # the last groups of the batch have come
-    EVALUATED = "evaluated"  # all held-out groups have their rewards
-    STOP = "stop"  # the run ends: by a signal, a failure, or as there are no more groups
+# A word from rank 0, which alone sees servers, to all ranks: one came back, and needs the policy.
+RESYNC = "resync"
 
 
 class Rollouts:
@@ -57,19 +54,18 @@ class Rollouts:
         self.device = device
         self.stop = threading.Event()  # ends `take` and `evaluate`
         self.failure: Exception | None = None  # what ended one of them, on rank 0
-        self.version = -1  # of the policy that was published last
-        self.proofs: Any = None  # of servers against that policy
-        before = resumed or {"num_tokens": 0, "step": 0, "open": [], "next": 0, "history": {}}
-        self.num_tokens = before["num_tokens"]  # that were trained, prompts included
+        self.policy: Any = None  # that was published last
+        self.version = -1  # of that policy
         self.run: Any = None  # on rank 0
         self.pool: Any = None  # on rank 0
 
+        before = resumed or {"num_tokens": 0, "step": 0, "open": [], "next": 0, "history": {}}
+        self.num_tokens = before["num_tokens"]  # that were trained, prompts included
         gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
         opened: Any = call_on_main(partial(self._open, before, gpus))
         # An adapter is sent alone, where servers take it; they may sleep while the trainer trains.
         self.num_steps, self.probe_prompt, self.sends_adapter, self.servers_sleep = opened
         self.example = self.probe_prompt if self.probe_prompt.images else None
-        self._restart_clocks()
 
     def _open(
         self, before: dict[str, Any], gpus: list[str | None]
@@ -89,8 +85,8 @@ class Rollouts:
         self.run = run = open_run(config, before)
         self.pool = run.pool
 
-        self.fingerprint = fingerprint(run.prompts)
-        if before.setdefault("prompts", self.fingerprint) != self.fingerprint:
+        digest = fingerprint(run.prompts)
+        if before.setdefault("prompts", digest) != digest:
             raise UserError(
                 "resume_from_checkpoint: that run had other prompts or columns: give it the same"
                 " rows (a dataset's function must return them each time), the servers'"
@@ -100,8 +96,9 @@ class Rollouts:
         example = image_example(run.prompts, run.processor, config)
         self.pool.connect(self.device, gpus)
 
-        num_batches = config.num_epochs * len(run.prompts) / config.batch_size
-        num_steps = config.max_steps or run.num_steps or math.ceil(num_batches)
+        num_steps = config.max_steps or run.num_steps
+        if not num_steps:
+            num_steps = math.ceil(config.num_epochs * len(run.prompts) / config.batch_size)
         if before["step"] >= num_steps:
             print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on")
         self.history = before["history"]
@@ -114,8 +111,8 @@ class Rollouts:
             before["next"],
         )  # fmt: skip
         run.exits.callback(self.stream.close)
-        servers_sleep = any(server.about.can_sleep for server in self.pool.servers)
-        return num_steps, example or run.prompts[0], self.pool.sends_adapter, servers_sleep
+        sleeps = any(server.about.can_sleep for server in run.pool.servers)
+        return num_steps, example or run.prompts[0], run.pool.sends_adapter, sleeps
 
     # -- Groups, from here to the trainer --
 
@@ -139,12 +136,13 @@ class Rollouts:
         groups: list[Group] = []
         rows_of_rank: list[list[MicroBatch]] = []
 
-        def look() -> Word | None:
-            nonlocal num_tokens, rows_of_rank
+        def look() -> bool | None:
+            nonlocal num_tokens
             group = self.stream.take()
             if not group:
-                # There may be groups for fewer steps than the run has.
-                return Word.STOP if self.version >= self.stream.num_steps else None
+                if self.version >= self.stream.num_steps:  # there are groups for fewer steps
+                    self.stop.set()
+                return None
             groups.append(group)
             num_tokens -= row_tokens([group], self.config)
             is_complete = self.stream.missing == 0
@@ -152,38 +150,42 @@ class Rollouts:
                 return None
             if self.servers_sleep:  # before any rank trains
                 self.pool.fall_asleep()
-            rows_of_rank = deal(groups, is_complete)
-            return Word.COMPLETE if is_complete else Word.ENOUGH
+            rows_of_rank.extend(deal(groups, is_complete))
+            return is_complete
 
         started_s = time.monotonic()
-        word = self._wait(look)
+        is_complete = self._wait(look)
         self.waited_s += time.monotonic() - started_s
-        if word is Word.STOP:
+        if is_complete is None:
             raise Stopped
-        return scatter_objects(rows_of_rank), word is Word.COMPLETE
+        return scatter_objects(rows_of_rank), is_complete
 
-    def _wait(self, look: Callable[[], Word | None]) -> Word:
-        """Repeat rank 0's `look` until every rank gets a word. Collective.
+    def _wait(self, look: Callable[[], bool | None]) -> bool | None:
+        """Repeat rank 0's `look` while it returns None. Collective.
 
         A look takes a second at most. Between two of them all ranks send the policy to servers that
         came back.
+
+        Returns:
+            On every rank what it found; None where the run is to end, by a signal, a failure, or as
+            there are no more groups.
         """
 
-        def next_word() -> Word:
+        def next_word() -> bool | str | None:
             with self.noting_failure():
                 while not self.stop.is_set() and not self.failure:
                     if self.pool.returned:
-                        return Word.RESYNC
-                    word = look()
-                    if word:
-                        return word
-            return Word.STOP
+                        return RESYNC
+                    found = look()
+                    if found is not None:
+                        return found
+            return None
 
         while True:
             word = call_on_main(next_word)
-            if word is not Word.RESYNC:
+            if word != RESYNC:
                 return word
-            self.proofs.prove(self._send(only_returned=True))
+            prove(self, self._send(only_returned=True))
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -197,11 +199,11 @@ class Rollouts:
         """The batch of groups trained and dropped, with metrics, on rank 0.
 
         Args:
-            gaps: of trainer and servers; servers are left out by them, as `Proofs.check` says.
+            gaps: of trainer and servers; servers are left out by them, as `check_gaps` says.
         """
         if not is_main():
             return Batch()
-        self.proofs.check(gaps)
+        check_gaps(self, gaps)
         batch = self.stream.end_batch()
         if not any(group.valid_rewards for group in batch.groups):
             self.failure = UserError(
@@ -252,10 +254,10 @@ class Rollouts:
 
         metrics: dict[str, float] = {}
         with timed("time/eval_s", metrics), closing(Round(self.run)) as under_way:
-            word = self._wait(lambda: Word.EVALUATED if under_way.is_complete() else None)
+            is_complete = self._wait(lambda: under_way.is_complete() or None)
 
         self._restart_clocks()
-        if word is Word.STOP or not is_main():
+        if not is_complete or not is_main():
             return {}, {}
         return metrics | round_metrics(under_way.sets, config), under_way.sets
 
@@ -268,28 +270,29 @@ class Rollouts:
         sent alone), serves once its log-probs of a probe agree. At the first sync all must, or it
         is a ServerError. Each 20 versions all servers are probed.
         """
-        is_first = self.proofs is None
+        is_first = self.policy is None
+        members = self.pool.servers if is_main() else []  # others may join meanwhile
+        self.policy = policy
         self.version = version
         if self.servers_sleep:  # they wake up, and need the memory that all ranks cache
             torch.cuda.empty_cache()
             dist.barrier()
-        self.proofs = Proofs(
-            policy, version, self.pool, self.probe_prompt, self.config, self.device
-        )
         with ExitStack() as while_sending:
             if not self.config.inflight_updates:
                 call_on_main(lambda: while_sending.enter_context(self.pool.drained(self.stop)))
-            returned = self._send()
-            if is_first:
-                # A server that does not agree ends the run before anything is sampled.
-                self.proofs.prove(self.pool.servers if is_main() else [], is_first=True)
-                self._restart_clocks()
-            if is_main():
-                self.stream.advance_to(version)
+            servers = self._send()
 
-        if not is_first:
-            is_due = is_main() and version % PROBE_STEPS == 0
-            self.proofs.prove(returned + (self.pool.serving if is_due else []))
+        if is_main():
+            self.stream.advance_to(version)
+            if version % PROBE_STEPS == 0:
+                servers += self.pool.serving
+        prove(self, servers)
+        if is_first:
+            self._restart_clocks()
+            faults = [f"{server.url}: {server.why_out}" for server in members if server.why_out]
+            faults = broadcast_object(faults)
+            if faults:
+                raise ServerError("; ".join(faults))
 
     def _send(self, only_returned: bool = False) -> list[Server]:
         """Stream the policy to the servers. Collective.
@@ -300,7 +303,7 @@ class Rollouts:
         if not self.config.vllm_urls:
             return []
         publish = adapter_weights if self.sends_adapter else published_weights
-        weights = publish(self.proofs.policy)
+        weights = publish(self.policy)
         if is_main():
             return self.pool.update_weights(weights, self.version, only_returned)
         for _ in weights:  # every rank gathers all
@@ -317,13 +320,9 @@ class Rollouts:
         """What a later run needs from here to go on, on rank 0."""
         if not is_main():
             return {}
-        return {
-            "num_tokens": self.num_tokens,
-            "began": self.run.before["began"],
-            "prompts": self.fingerprint,
-            "history": dict(self.history),  # it is written while groups end
-            **self.stream.state(),
-        }
+        history = dict(self.history)  # it is written while groups end
+        of_run = self.run.before | {"num_tokens": self.num_tokens, "history": history}
+        return of_run | self.stream.state()
 
     def close(self) -> None:
         """Leave the servers; raise, on rank 0, the failure that ended the run."""

@@ -110,12 +110,10 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
         data.check_vocabulary(found, processor, model_config)
     longest = min(config.max_tokens_per_gpu, pool.wait_until_ready(sampling_params(config)))
     max_len = longest - config.max_completion_len
-    limit = "max_tokens_per_gpu, or the servers' --max-model-len"
-    prompts = data.leave_out_long(prompts, max_len, config, "dataset_id", limit)
+    prompts = data.leave_out_long(prompts, max_len, config)
     for name, found in held_out.items():
-        held_out[name] = data.leave_out_long(
-            found, max_len, config, f"eval_dataset_id {name}".strip(), limit
-        )
+        where = f"eval_dataset_id {name}".strip()
+        held_out[name] = data.leave_out_long(found, max_len, config, where)
     run = Run(
         config,
         before,

@@ -61,77 +61,67 @@ class GroupStream:
 
     def advance_to(self, version: int) -> None:
         """Admit the groups that policy `version`, now on the servers, allows."""
-        if self.version < 0:  # a run that goes on has trained a batch for each version before
-            self._num_batches = version
         self.version = version
-        num_batches = min(version + self.config.max_staleness + 1, self.num_steps)
+        first = max(self._num_batches, version)  # a run that goes on has trained those before
+        self._num_batches = min(version + self.config.max_staleness + 1, self.num_steps)
         try:
-            for _ in range((num_batches - self._num_batches) * self.config.batch_size):
+            for _ in range((self._num_batches - first) * self.config.batch_size):
                 self._threads.submit(self._work)
         except RuntimeError as error:  # the stream is closed, or there is no room for a thread
             self.close(error)  # `take` raises it, or what has closed the stream
-        self._num_batches = max(num_batches, self._num_batches)
 
     def _work(self) -> None:
-        """Fill groups until one is of use, in a thread of its own; the others are dropped."""
+        """Fill the next group, in a thread of its own; if it is dropped, another one is begun."""
         try:
-            while not self._failure:
-                with self._admitting:
-                    if not self._waiting:
-                        chosen = self._choose(self._next_number)
-                        with self._changed:
-                            self._waiting += chosen
-                            self._next_number += len(chosen)
-                    with self._changed:
-                        group = self._waiting.popleft()
-                        self._queue.append(group)
-
-                try:
-                    self._fill(group)
-                    if self.config.drop_zero_advantage and not can_teach(group, self.config):
-                        group.dropped = "zero_advantage"
-                        group.why = "all its advantages are 0"
-                except RolloutFailed as error:
-                    group.dropped = "failed"
-                    group.why = str(error)
-
+            with self._admitting:
+                chosen = [] if self._waiting else self._choose(self._next_number)
                 with self._changed:
-                    self._changed.notify_all()  # they wake when this block ends
-                    if group.dropped != "failed":
-                        self.num_sampled_tokens += sum(group.num_sampled)
-                    if not group.dropped:
-                        group.finished_version = self.version  # `take` may have it
-                        return
-                    self._queue.remove(group)
-                    self._batch.dropped.append(group)
-                    num_dropped = len(self._batch.dropped)
+                    self._waiting += chosen
+                    self._next_number += len(chosen)
+                    group = self._waiting.popleft()
+                    self._queue.append(group)
+
+            try:
+                self._fill(group)
+                if self.config.drop_zero_advantage and not can_teach(group, self.config):
+                    group.dropped = "zero_advantage"
+                    group.why = "all its advantages are 0"
+            except RolloutFailed as error:
+                group.dropped = "failed"
+                group.why = str(error)
+
+            with self._changed:
+                self._changed.notify_all()  # they wake when this block ends
+                if group.dropped != "failed":
+                    self.num_sampled_tokens += sum(group.num_sampled)
+                if not group.dropped:
+                    group.finished_version = self.version  # `take` may have it
+                    return
+                self._queue.remove(group)
+                self._batch.dropped.append(group)
+                num_dropped = len(self._batch.dropped)
                 if num_dropped >= MAX_DROPPED_BATCHES * self.config.batch_size:
                     raise UserError(
                         f"nothing to learn: {num_dropped} groups of this step were dropped, the "
                         f"last as {group.why}: look at dropped.jsonl and the rewards, or take "
                         "other prompts and another output_dir"
                     )
+            self._threads.submit(self._work)
         except BaseException as error:
             self.close(error)  # `take` raises it
 
     def take(self) -> Group | None:
-        """Take the next group for the batch; None if it is not there in a second.
+        """Take the next group for the batch; None if it is not there, after a second at most.
 
         Once a minute the user is told how many have come, and which is waited for.
 
         Raises:
             BaseException: the first that sampling or scoring raised, or that closed the stream.
         """
-
-        def is_over() -> bool:
-            is_first_ready = self._queue and self._queue[0].finished_version >= 0
-            return bool(is_first_ready or self._failure)
-
         with self._changed:
-            found = self._changed.wait_for(is_over, timeout=1)
             if self._failure:
                 raise self._failure
-            if found:
+            if self._queue and self._queue[0].finished_version >= 0:
                 group = self._queue.popleft()
                 self._batch.groups.append(group)
                 group.trained_version = self.version
@@ -144,6 +134,7 @@ class GroupStream:
                     f"{self.config.batch_size} groups have come; the oldest at work is of "
                     f"{self._queue[0].prompt.where}"
                 )
+            self._changed.wait(1)
             return None
 
     @property

@@ -20,6 +20,7 @@ from test_server import (
     two_workers,
 )
 
+from rollouts.proofs import prove
 from rollouts.rollouts import Rollouts
 from training.model import build_policy, share_prefixes
 from utils import process_group
@@ -90,7 +91,7 @@ def test_a_server_that_comes_back(models, tmp_path, monkeypatch):
             port = str(urlsplit(first.url).port)
             with server(models["untied"], tmp_path / "second", *LORA, "--port", port):
                 wait_until(lambda: rollouts.pool.returned, 120)
-                rollouts.proofs.prove(rollouts._send(only_returned=True))
+                prove(rollouts, rollouts._send(only_returned=True))
                 assert rollouts.pool.serving == [lost]
                 assert mismatch(policy, rollouts, config, device)[0] <= 2e-5
 
@@ -163,7 +164,7 @@ def test_adapters_below_a_vision_tower(vlm, vlm_url):
 
 def test_adapters_of_a_vision_tower_are_refused(vlm, vlm_url):
     """By the name of the first, at the first sync."""
-    said = "took no weights.*no place for the adapters of .* such as visual"
+    said = "no place for the adapters of .* such as visual"
     config = images.make_config(vlm, vlm_url, use_peft=True, lora_rank=4)
     with process_group(120) as device, closing(Rollouts(config, device)) as rollouts:
         policy = build_policy(config, device, rollouts.example)

@@ -168,7 +168,9 @@ def test_chat_template_once_and_one_bos(add_bos):
 
 def test_long_prompts_are_counted_and_left_out(capsys):
     left_out = "dataset_id: left out {} of 2 prompts, empty or over {} tokens: {}".format
-    cure = "raise the servers' --max-model-len, or lower max_completion_len=512"
+    cure = (
+        "raise max_tokens_per_gpu, or the servers' --max-model-len, or lower max_completion_len=512"
+    )
     assert len(prompts_of(rows, max_prompt_len=6)) == 2
     assert capsys.readouterr().out == ""
     (kept,) = prompts_of(rows, max_prompt_len=4)

@@ -38,7 +38,7 @@ from recipes.teacher import ReferenceServer, Teacher
 from rollouts.evaluation import held_out_metrics
 from rollouts.group import Completion, Group, Prompt
 from rollouts.processor import load_processor
-from rollouts.proofs import Proofs
+from rollouts.proofs import prove
 from rollouts.rollouts import Rollouts
 from rollouts.scoring import Scorer
 from server.messages import About
@@ -341,21 +341,24 @@ def test_proofs_of_one_server(case, monkeypatch):
     one: Any = StandIn(url="http://a", state=state, version=4)
     one.generate = lambda *_, **__: [Completion([5], [-1.0], "stop", version)]
 
-    def no_difference(proofs, completions):
+    def no_difference(*_):
         if is_lost:
             one.state, one.version = State.WAITING, -1
-        return ""
+        return torch.tensor([-1.0])
 
-    monkeypatch.setattr(Proofs, "_difference", no_difference)
+    monkeypatch.setattr("rollouts.proofs.token_logprobs", no_difference)
     said: list[str] = []
     pool: Any = SimpleNamespace(
         admit=lambda server: said.append("admitted"),
         lose=lambda server, error: said.append(str(error)),
     )
     policy: Any = SimpleNamespace(eval=lambda: None, modules=list)
-    proofs = Proofs(policy, 4, pool, Prompt(0, [5], "", {}), make_config(), torch.device("cpu"))
+    rollouts = SimpleNamespace(
+        policy=policy, version=4, pool=pool, probe_prompt=Prompt(0, [5], "", {}), config=make_config(),
+        device=torch.device("cpu"),
+    )  # fmt: skip
     with process_group(60):
-        proofs.prove([one])
+        prove(rollouts, [one])
     assert said == PROOFS[case]
 
 

@@ -4,14 +4,12 @@ import fnmatch
 import hashlib
 import importlib
 import json
-import math
 import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import lru_cache
-from itertools import chain
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,13 +25,11 @@ from rollouts.processor import as_sampled, tokenizer_of
 from training.metrics import batch_metrics
 from utils import is_main, naming
 
-FILES = ("metrics", "completions", "held_out", "dropped")  # each ends in .jsonl
+FILES = ("metrics.jsonl", "completions.jsonl", "held_out.jsonl", "dropped.jsonl")
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # JSON has no NaN and infinity: they become null
 
 MAX_SHOWN = 2000  # characters of a column, of a message, of a segment's prompt
 LARGEST_SIDE = 512  # pixels of a copy of an image
-
-MAX_ROWS = 256  # completions in a tracker's table
 
 PRINTED = (  # patterns of names, in the order of a line
     "reward", "rewards/*", "rewards_failed", "rollouts_failed", "eval/accuracy", "eval/reward",
@@ -66,11 +62,9 @@ class RunLog:
         self.num_steps = num_steps
         self._noting_failure = noting_failure
         self._recent_s = deque[float](maxlen=50)  # seconds of steps, with their evaluations
-        self._values: dict[str, list[float]] = {"reward": [], "entropy": []}  # the finite ones
-        self._on_step: list[Any] = []
+        self._values: dict[str, list[float]] = {"reward": [], "entropy": []}  # of all steps
+        self._on_step: list[Any] = [config.on_step] if config.on_step else []
         self._tokenizer = None
-        if config.on_step:
-            self._on_step.append(config.on_step)
         if run:
             self._on_step += run.on_step
             self._tokenizer = tokenizer_of(run.processor)
@@ -87,27 +81,23 @@ class RunLog:
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
         if resumed:
             for name in FILES:
-                cut_after(folder / f"{name}.jsonl", resumed["step"])
+                cut_after(folder / name, resumed["step"])
+
+        known_by = {  # a resumed run has the same id, and continues there
+            "wandb": {"id": self.run_id, "dir": config.output_dir},
+            "trackio": {"name": self.run_id},  # it keeps all runs in TRACKIO_DIR
+        }
+        for package, options in known_by.items():
+            if getattr(config, f"use_{package}"):
+                tracker: Any = importlib.import_module(package)
+                options |= {"project": config.wandb_project, "resume": "allow"}
+                tracked = tracker.init(config=to_json(config), **options)
+                self._on_step.insert(0, partial(send, tracked, tracker.Table, config))
+                parts.callback(tracker.finish)
 
         self._writer = parts.enter_context(ThreadPoolExecutor(1))
         self._written: Future[None] = self._writer.submit(lambda: None)
         parts.callback(lambda: self._written.result())
-        self._trackers: list[Any] = []
-        for package, is_wanted in {
-            "wandb": config.use_wandb,
-            "trackio": config.use_trackio,
-        }.items():
-            if is_wanted:
-                tracker: Any = importlib.import_module(package)
-                # A resumed run has the same id, and continues there.
-                options = {"project": config.wandb_project, "resume": "allow"}
-                if package == "wandb":
-                    options |= {"id": self.run_id, "dir": config.output_dir}
-                else:  # trackio knows a run by its name, and keeps all of them in TRACKIO_DIR
-                    options["name"] = self.run_id
-                tracker.init(config=to_json(config), **options)
-                self._trackers.append(tracker)
-                parts.callback(tracker.finish)
 
     def step(
         self, step: int, metrics: dict[str, float], batch: Batch | None = None,
@@ -133,31 +123,36 @@ class RunLog:
             self._written.result()  # raises the error of the step before, as of its `on_step`
             self._written = self._writer.submit(self._write, step, metrics, batch, held_out or {})
             self._print(step, metrics)
-            for tracker in self._trackers:
-                send(tracker, step, metrics, batch, self.config)
             if step == 0:
                 self._written.result()  # ends a run before it trains
 
     def _write(
         self, step: int, metrics: dict[str, float], batch: Batch, held_out: dict[str, list[Group]]
     ) -> None:
-        """Write a step's lines, and images of the groups that they show; then call `on_step`."""
-        logged = batch.groups[: self.config.logged_groups]
-        rows: Any = {"metrics": [metrics], "held_out": [], "dropped": []}
-        rows["completions"] = batch_samples(logged, self.config, tokenizer=self._tokenizer)
-        for name, groups in held_out.items():
-            rows["held_out"] += batch_samples(groups, self.config, name)
-        for group in batch.dropped:
-            fate = {"reason": group.dropped, "why": group.why}
-            rows["dropped"].append({"group": group.id, "row": group.prompt.index, **fate})
-
+        """Write a step's lines, with the images of their prompts; then call `on_step`."""
         folder = Path(self.config.output_dir)
         with naming(f"output_dir={folder} cannot be written"):
-            for group in chain(logged, *held_out.values()):
-                write_images(group, folder / "images")
-            for name in FILES:
-                with (folder / f"{name}.jsonl").open("ab") as file:
-                    file.write(encoded([{"step": step, **row} for row in rows[name]]))
+            logged = batch.groups[: self.config.logged_groups]
+            lines: dict[str, Any] = {
+                "metrics.jsonl": [metrics],
+                "completions.jsonl": batch_samples(logged, self.config, tokenizer=self._tokenizer),
+                "held_out.jsonl": [],
+                "dropped.jsonl": [],
+            }
+            for name, groups in held_out.items():
+                lines["held_out.jsonl"] += batch_samples(groups, self.config, name)
+            for group in batch.dropped:
+                lines["dropped.jsonl"].append(
+                    {
+                        "group": group.id,
+                        "row": group.prompt.index,
+                        "reason": group.dropped,
+                        "why": group.why,
+                    }
+                )
+            for name, rows in lines.items():
+                with (folder / name).open("ab") as file:
+                    file.write(encoded([{"step": step, **row} for row in rows]))
 
         for on_step in self._on_step:
             with naming_function("on_step"):
@@ -199,8 +194,8 @@ class RunLog:
         A policy that learns to be sure has little entropy too, and a higher reward.
         """
         for name, values in self._values.items():
-            if math.isfinite(metrics.get(name, math.nan)):
-                values.append(metrics[name])
+            if name in metrics:
+                values.append(metrics[name])  # a window with a NaN warns of nothing
         for name, values in self._values.items():
             if len(values) < 2 * WINDOW:
                 continue
@@ -258,13 +253,17 @@ def cut_after(path: Path, step: int) -> None:
 def batch_samples(
     groups: list[Group], config: TrainConfig, set_name: str = "", tokenizer: Any = None
 ) -> list[dict[str, Any]]:
-    """One JSON object a completion; with a tokenizer it has its tokens and earlier segments."""
+    """One JSON object a completion; images of their prompts are written beside, once.
+
+    With a tokenizer a completion has its tokens and earlier segments.
+    """
     functions: Any = config.reward_funcs
     names = [each.__name__ for each in functions]
     samples = []
     for group in groups:
+        images = write_images(group, Path(config.output_dir) / "images")
         # A held-out group has no advantages; where its rollouts were refused, it has no texts.
-        for number, text in enumerate(group.texts):
+        for number in range(len(group.texts)):
             segments = [segment_fields(each, group, tokenizer) for each in group.segments[number]]
             segments[-1].pop("prompt", None)
             fields = {
@@ -273,15 +272,15 @@ def batch_samples(
                 "prompt": group.prompt.content,
                 "columns": shortened(group.prompt.columns),
                 "set": set_name or group.prompt.set or None,
-                "images": [name for name, value in images_of(group)] or None,
-                "completion": text,
+                "images": images or None,
+                "completion": group.texts[number],
                 "reward": group.reward[number],
                 "rewards": dict(zip(names, group.rewards[number].tolist(), strict=True)),
                 "advantage": group.advantages[number] if group.advantages else None,
                 "finish_reason": group.completions[number].finish_reason,
                 "info": shortened(group.completions[number].info),
                 **segments[-1],
-                "earlier": segments[:-1] if tokenizer and len(segments) > 1 else None,
+                "earlier": (tokenizer and segments[:-1]) or None,
             }
             samples.append({name: value for name, value in fields.items() if value is not None})
     return samples
@@ -322,42 +321,40 @@ def shortened(value: Any, name: str = "") -> Any:
     return value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN]
 
 
-def images_of(group: Group) -> list[tuple[str, str]]:
-    """The images of a group's prompt: file names, by their content, and data URIs."""
-    urls = group.prompt.images.urls if group.prompt.images else []
-    return [(f"{hashlib.sha256(url.encode()).hexdigest()[:20]}.jpg", url) for url in urls]
-
-
-def write_images(group: Group, folder: Path) -> None:
-    """Write a small copy of each image of the group's prompt into `folder`, once."""
-    for name, url in images_of(group):
-        path = folder / name
-        if not path.exists():
+def write_images(group: Group, folder: Path) -> list[str]:
+    """Write a small copy of each image of the group's prompt, once; returns the files' names."""
+    names = []
+    for url in group.prompt.images.urls if group.prompt.images else []:
+        name = f"{hashlib.sha256(url.encode()).hexdigest()[:20]}.jpg"
+        names.append(name)
+        if not (folder / name).exists():
             image = open_image(url)
             image.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
             folder.mkdir(exist_ok=True)
-            image.save(path, "JPEG", quality=85)
+            image.save(folder / name, "JPEG", quality=85)
+    return names
 
 
 # -- Weights & Biases, and trackio -----------------------------------------------------------------
 
 
 def send(
-    tracker: Any, step: int, metrics: dict[str, float], batch: Batch, config: TrainConfig
-) -> None:
-    """Send a step, with a table of its completions every `log_completions_steps`."""
+    tracked: Any, table: Any, config: TrainConfig,
+    step: int, metrics: dict[str, float], groups: list[Group],
+) -> None:  # fmt: skip
+    """Send a step to a tracker's run, with a table of completions every `log_completions_steps`."""
     sent: dict[str, Any] = {}
     for name, value in metrics.items():
         # A section of panels is made for each word before a slash.
         sent[name if "/" in name else f"train/{name}"] = value
 
     interval = config.log_completions_steps
-    if batch.groups and interval and step % interval == 0:
-        samples = batch_samples(batch.groups[: config.logged_groups], config)
+    if groups and interval and step % interval == 0:
+        samples = batch_samples(groups[: config.logged_groups], config)
         rows = []
-        for sample in samples[:MAX_ROWS]:
+        for sample in samples:
             cells = [sample.get(name) for name in samples[0]]
             # Numbers stay, all else becomes text.
             rows.append([each if isinstance(each, float | int) else str(each) for each in cells])
-        sent["completions/table"] = tracker.Table(columns=list(samples[0]), data=rows)
-    tracker.log(sent, step=step)
+        sent["completions/table"] = table(columns=list(samples[0]), data=rows)
+    tracked.log(sent, step=step)

@@ -84,25 +84,21 @@ class TokenSums:
         dist.all_reduce(self.max_gap, dist.ReduceOp.MAX)
         dist.all_reduce(self.by_server)
 
-        loss = totals.pop("loss", 0.0)
         num_tokens = max(totals.pop("tokens", 0.0), 1)
         metrics = {name: value / num_tokens for name, value in totals.items()}
-        metrics["loss"] = loss
+        metrics["loss"] = totals["loss"]  # of the batch
         metrics["sampling/sampling_logp_difference/max"] = self.max_gap.item()
         square = max(metrics.pop("square", 0.0), 1e-30)
         metrics["sampling/effective_sample_size"] = metrics.pop("weight", 0.0) ** 2 / square
 
         distances, counts = self.by_server  # 0 stands for the tokens of older policies
+        stale, *current = (distances / counts).tolist()  # NaN without tokens
         num_current = counts[1:].sum()
-        distance = distances[1:].sum()
-        metrics["sampling/current_logp_difference"] = (distance / num_current).item()  # or NaN
-        metrics["sampling/stale_logp_difference"] = (distances[0] / counts[0]).item()
-        metrics["sampling/current_share"] = (num_current / counts.sum().clamp(min=1)).item()
-        gaps = {}
-        for number in (counts >= MIN_COMPARED).nonzero().flatten().tolist():
-            if number > 0:
-                gaps[number - 1] = (distances[number] / counts[number]).item()
-        return metrics, gaps
+        metrics["sampling/current_logp_difference"] = (distances[1:].sum() / num_current).item()
+        metrics["sampling/stale_logp_difference"] = stale
+        metrics["sampling/current_share"] = (num_current / num_tokens).item()
+        compared = (counts[1:] >= MIN_COMPARED).nonzero().flatten().tolist()
+        return metrics, {server: current[server] for server in compared}
 
 
 def check_loss(loss: Tensor, sums: dict[str, Tensor]) -> None:
