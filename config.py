@@ -17,12 +17,11 @@ import math
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -38,26 +37,28 @@ from pydantic import (
     ValidationInfo,
 )
 from pydantic.dataclasses import dataclass
-from pydantic_core import ArgsKwargs
 
 HERE = Path(__file__).resolve().parent
+# In place of a field of TRL, verl or an earlier version, or of a value.
+_HINTS: dict[str, str] = {}
+with suppress(OSError):  # a copy without its documents
+    _HINTS = json.loads((HERE / "docs" / "elsewhere.json").read_text())
 
 
 class UserError(ValueError):
     """A user's mistake; the one-line message names the mistake and its cure."""
 
 
-@contextmanager
-def _one_line_errors(values: dict[str, Any]) -> Iterator[None]:
-    """Turn errors about the fields' names, or pydantic's about values, into one line.
+def _checked(values: dict[str, Any], **how: Any) -> Any:
+    """The config of these values; `how` is for pydantic.
 
     Raises:
         UserError: it names all unknown fields, or else the first value that is wrong.
     """
     unknown = []
-    for name in sorted(values.keys() - _FIELDS.keys()):
-        (nearest,) = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0)
-        hint = _hint(
+    for name in sorted(values.keys() - _DEFAULTS.keys()):
+        (nearest,) = difflib.get_close_matches(name, _DEFAULTS, n=1, cutoff=0)
+        hint = _HINTS.get(
             name.rpartition(".")[2],  # verl's names have dots
             f"did you mean {nearest}? --help lists them all",
         )
@@ -66,7 +67,8 @@ def _one_line_errors(values: dict[str, Any]) -> Iterator[None]:
         raise UserError("; ".join(unknown))
 
     try:
-        yield
+        config = object.__new__(TrainConfig)
+        return _VALIDATOR.validate_python(values, self_instance=config, **how)
     except ValidationError as error:
         first = error.errors()[0]
         # An error of `__post_init__`, or of a module that a dotted path names, stays as it is.
@@ -75,23 +77,15 @@ def _one_line_errors(values: dict[str, Any]) -> Iterator[None]:
 
         name = str(first["loc"][0])
         value = values.get(name)
-        hint = _hint(f"{name}={value}", "--help explains it")
+        hint = _HINTS.get(f"{name}={value}", "--help explains it")
         raise UserError(f"{name}={value!r}: {first['msg']}; {hint}") from None
-
-
-def _hint(name: str, otherwise: str) -> str:
-    """What to do in place of a field of TRL, verl or an earlier version, or of a value."""
-    with suppress(OSError):  # a copy without its documents
-        return str(json.loads((HERE / "docs" / "elsewhere.json").read_text()).get(name, otherwise))
-    return otherwise
 
 
 class _OneLineErrors(type):
     """Lets `TrainConfig(...)` raise `UserError` in place of pydantic's errors."""
 
     def __call__(cls, **values: Any) -> Any:
-        with _one_line_errors(values):
-            return super().__call__(**values)
+        return _checked(values)
 
 
 def _in_recipe(path: Any, info: ValidationInfo) -> Any:
@@ -106,20 +100,14 @@ def _in_recipe(path: Any, info: ValidationInfo) -> Any:
 
 
 # The types of the fields, which `--help` calls by these names.
-T = TypeVar("T")
-Values = Annotated[list[T], Field(min_length=1)]
-ADDRESS = r"^https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?$"
+NotEmpty = Field(min_length=1)
 # Imports a str, but for a name that the recipe has.
 Function = Annotated[Callable[..., Any] | str, ImportString, BeforeValidator(_in_recipe)]
-NonEmpty = Annotated[str, Field(min_length=1)]
 # A path, in which ~ is the user's home, or a name on the hub.
 PathOrName = Annotated[str, AfterValidator(os.path.expanduser)]
 Source = PathOrName | Callable[[], Any]
-Sets = Annotated[dict[NonEmpty, Source], Field(min_length=1)]  # data sets by name
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-_STRICT = ConfigDict(
-    strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-)
+Sets = Annotated[dict[Annotated[str, NotEmpty], Source], NotEmpty]  # data sets by name
+ADDRESS = r"^https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?$"
 
 # vLLM's parameters that are fields, and those that change what is told of tokens.
 _OWN_PARAMETERS = {
@@ -129,8 +117,7 @@ _OWN_PARAMETERS = {
     "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
     "stream_interval", "skip_clone", "trace_decode_token_ids", "watermarking",
 }  # fmt: skip
-_SAMPLING_FIELDS = "num_generations, max_completion_len, temperature, top_k and stop are fields"
-# Fields that nothing reads while others have these values.
+# Fields that nothing reads while others have these values, or any but their defaults.
 _UNREAD = {
     "use_peft=False": "lora_rank lora_alpha lora_dropout lora_target_modules base_4bit",
     "use_fsdp=False": "fsdp_bf16 fsdp_offload fsdp_shard_size",
@@ -149,6 +136,8 @@ _UNREAD = {
     "beta=0.0 and loss_fn=None": "reference_id reference_decay",  # a loss_fn may use it
     "reference_decay=None": "reference_steps",
     "loss_type=cispo": "delta",
+    "max_steps": "num_epochs",
+    "advantage_fn": "scale_rewards",
 }
 # Settings under which vLLM no longer draws tokens from the policy itself.
 _BENDING = {
@@ -158,15 +147,7 @@ _BENDING = {
 }  # fmt: skip
 
 
-_USAGE = """usage: train.py [recipe.py] [--field value ...]
-
-Lists are written a,b or as JSON, dictionaries as JSON, functions as
-dotted paths, those of the recipe by name. A value that begins with --
-follows after =.
-"""
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, allow_inf_nan=False))
 class TrainConfig(metaclass=_OneLineErrors):
     """Every setting of a run.
 
@@ -207,10 +188,10 @@ class TrainConfig(metaclass=_OneLineErrors):
     """LoRA rank r. This field and the four below need `use_peft`."""
     lora_alpha: PositiveInt = 32
     """LoRA scale: the update is alpha/r · B·A."""
-    lora_dropout: BelowOne = 0.0
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout before A.
     Anything above 0 lets the trainer's log-probs differ from the server's and between forwards."""
-    lora_target_modules: Values[str] | None = None
+    lora_target_modules: Annotated[list[str], NotEmpty] | None = None
     """Module names (or their last parts) that get an adapter;
     None takes all linear layers but the head."""
     base_4bit: bool = False
@@ -240,7 +221,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     collate_fn: Function | None = None
     """Turns the list of all rows into rows with a `prompt` before anything else,
     for data of another shape."""
-    extra_columns: Values[str] | None = None
+    extra_columns: Annotated[list[str], NotEmpty] | None = None
     """Columns handed to the rewards beside the prompt, and no others;
     None hands over all but images and what is for the chat template (`tools`)."""
     no_apply_chat_template: bool = False
@@ -263,7 +244,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Sampling temperature; the trainer's log-probs are taken at the same one."""
     top_k: PositiveInt | None = None
     """Sample among the k likeliest tokens only; ratios are then inexact."""
-    stop: Values[NonEmpty] | None = None
+    stop: Annotated[list[Annotated[str, NotEmpty]], NotEmpty] | None = None
     """Strings that end a completion, and stay at its end."""
     sampling_params: dict[str, Any] | None = None
     """Further parameters of vLLM, as `{"top_p": 0.9}`;
@@ -298,10 +279,10 @@ class TrainConfig(metaclass=_OneLineErrors):
     above which a server is left out, or a start ends."""
 
     # -- loss --------------------------------------------------------------------------------------
-    reward_funcs: Values[Function]
+    reward_funcs: Annotated[list[Function], NotEmpty]
     """Functions `f(prompts, completions, completion_ids, **columns) -> list[float | None]`,
     or their dotted paths."""
-    reward_weights: Values[float] | None = None
+    reward_weights: Annotated[list[float], NotEmpty] | None = None
     """One weight per reward function; None weighs all 1."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divisor of a group's centred rewards:
@@ -353,7 +334,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     reference_id: PathOrName | None = None
     """Model behind `ref_logprobs`, of the same vocabulary, as a teacher;
     None: the initial policy."""
-    reference_decay: BelowOne | None = None
+    reference_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
     """d, for a reference that becomes d · reference + (1 - d) · policy; 0 copies the policy.
     None: it stays as it is."""
     reference_steps: PositiveInt = 1
@@ -386,7 +367,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Share of all steps over which the learning rate rises linearly."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay, of all weights but biases and norms."""
-    adam_beta2: BelowOne = 0.999
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of AdamW's second moment; that of its first is 0.9."""
     adam_8bit: bool = False
     """Keep AdamW's moments in 8 bits (needs torchao): about 2 bytes a weight in place of 8."""
@@ -447,8 +428,9 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     def __post_init__(self) -> None:
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
-        references = changed_fields(self) & {"reference_id", "reference_decay"}
-        is_masked = self.off_policy_correction.endswith("mask")
+        changed = changed_fields(self)
+        num_references = len(changed & {"reference_id", "reference_decay"})
+        not_theirs = ", ".join(_OWN_PARAMETERS.intersection(self.sampling_params or ()))
         rules = {
             "reward_funcs: each needs a __name__ of its own, for its metric": (
                 "" in names or len(set(names)) < len(names)
@@ -466,7 +448,8 @@ class TrainConfig(metaclass=_OneLineErrors):
                 self.max_tokens_per_gpu <= self.max_completion_len
             ),
             "correction_floor must be below correction_cap": (
-                is_masked and self.correction_floor >= self.correction_cap
+                self.off_policy_correction.endswith("mask")
+                and self.correction_floor >= self.correction_cap
             ),
             "epsilon must be below 1, but for loss_type=cispo": (
                 self.clip_low >= 1 and self.loss_type != "cispo"
@@ -479,45 +462,31 @@ class TrainConfig(metaclass=_OneLineErrors):
                 any(map(inspect.isclass, self.parts))
             ),
             "the reference is a part, or reference_id, or moves by reference_decay: leave one": (
-                len(references) > 1 or (references and self.reference_is_a_part)
+                num_references + self.reference_is_a_part > 1
             ),
             "reference_decay: an average in bfloat16 rounds its steps away: set dtype=float32, or "
             "reference_decay=0, which copies": (
                 self.reference_decay and self.dtype == "bfloat16" and not self.use_peft
             ),
-            "scale_rewards has no effect with advantage_fn: leave it at its default, group": (
-                self.advantage_fn and self.scale_rewards != "group"
-            ),
-            "num_epochs has no effect beside max_steps: leave it at 1.0, or unset max_steps": (
-                self.max_steps and self.num_epochs != 1
-            ),
             "eval_temperature must be 0, or at least 0.01": 0 < self.eval_temperature < 0.01,
+            f"sampling_params may not set {not_theirs}, which is the trainer's: num_generations, "
+            "max_completion_len, temperature, top_k and stop are fields": not_theirs,
         }
         for url in self.vllm_urls:
             message = f"vllm_urls={url}: give http://host:port, or @file with one a line"
             rules[message] = not re.match(f"@.|{ADDRESS}", url)
-        for name in _OWN_PARAMETERS.intersection(self.sampling_params or ()):
-            rules[
-                f"sampling_params may not set {name}, which is the trainer's: {_SAMPLING_FIELDS}"
-            ] = True
+        for name, condition in self.unread():
+            default = _DEFAULTS[name]
+            message = f"{name} has no effect with {condition}: leave it at its default, {default}"
+            rules[message] = name in changed
 
         for message, is_broken in rules.items():
             if is_broken:
                 raise UserError(message)
-        self._refuse_settings_without_effect()
-
-    def _refuse_settings_without_effect(self) -> None:
-        """Raise `UserError` for a changed field that another setting leaves unread."""
-        for name, condition in self.unread():
-            if name in changed_fields(self):
-                raise UserError(
-                    f"{name} has no effect with {condition}: leave it at its default, "
-                    f"{_DEFAULTS[name]}"
-                )
 
     def unread(self) -> Iterator[tuple[str, str]]:
         """The fields that nothing reads, each with the settings that leave it so."""
-        values = {f"{name}={value}" for name, value in vars(self).items()}
+        values = {f"{name}={value}" for name, value in vars(self).items()} | changed_fields(self)
         for condition, fields in _UNREAD.items():
             if values.issuperset(condition.split(" and ")):
                 for name in fields.split():
@@ -562,17 +531,15 @@ class TrainConfig(metaclass=_OneLineErrors):
     def loss_reads_entropy(self) -> bool:
         """True where `loss_fn` has an argument `entropy`, without a default."""
         loss_fn: Any = self.loss_fn
-        if loss_fn is None:
-            return False
+        parameter: Any = loss_fn and inspect.signature(loss_fn).parameters.get("entropy")
         # One with a default is the function's own, as a coefficient.
-        parameter = inspect.signature(loss_fn).parameters.get("entropy")
-        return parameter is not None and parameter.default is parameter.empty
+        return bool(parameter) and parameter.default is parameter.empty
 
     @property
     def has_reference(self) -> bool:
         """True where the loss gets log-probs of a reference."""
-        is_named = self.reference_id or self.reference_is_a_part
-        return bool(self.beta or is_named) or self.reference_decay is not None
+        fields = {"beta", "reference_id", "reference_decay"}
+        return self.reference_is_a_part or not fields.isdisjoint(changed_fields(self))
 
     @property
     def reference_is_a_part(self) -> bool:
@@ -590,14 +557,16 @@ class TrainConfig(metaclass=_OneLineErrors):
         return self.num_iterations * self.num_minibatches
 
 
-_FIELDS = TrainConfig.__pydantic_fields__  # type: ignore[attr-defined]
 _VALIDATOR = TrainConfig.__pydantic_validator__  # type: ignore[attr-defined]
-_DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in _FIELDS.items()}
+_DEFAULTS = {
+    name: field.get_default(call_default_factory=True)
+    for name, field in TrainConfig.__pydantic_fields__.items()  # type: ignore[attr-defined]
+}
 
 
 def changed_fields(config: TrainConfig) -> set[str]:
     """The fields whose values differ from the defaults, or without a default."""
-    return {name for name in _FIELDS if getattr(config, name) != _DEFAULTS[name]}
+    return {name for name, default in _DEFAULTS.items() if getattr(config, name) != default}
 
 
 def bending(config: TrainConfig) -> list[str]:
@@ -614,13 +583,12 @@ def describe(config: TrainConfig) -> str:
     lines += [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
 
     bends = ", ".join(bending(config))
-    idle = ", ".join(sorted({"importance_level", "epsilon", "epsilon_high", "delta"} & changed))
+    of_ratios = changed & {"importance_level", "epsilon", "epsilon_high", "delta"}
     has_ratios = config.old_logprobs == "sampler" or config.updates_per_batch > 1
     warnings = {
         f"{bends}: tokens are not drawn from the policy itself; ratios are then inexact": bends,
-        f"{idle} without effect: all ratios are 1 with one update per batch": (
-            idle and not has_ratios
-        ),
+        "importance_level, epsilon and delta have no effect: all ratios are 1 with one update per "
+        "batch": of_ratios and not has_ratios,
         "dtype=bfloat16: weights lose most updates; keep float32, with bf16 or fsdp_bf16": (
             config.dtype == "bfloat16" and not config.use_peft
         ),
@@ -658,10 +626,8 @@ def load_recipe(path: str) -> ModuleType:
     file = Path(path).resolve()
     if not file.is_file() or not re.fullmatch(r"[^.]+\.py", file.name):
         raise UserError(f"recipe {path}: no such file, or none named NAME.py without further dots")
-    folder = HERE
-    if not file.is_relative_to(folder):
-        folder = file.parent
-        sys.path.append(str(folder))  # the last place, as it must hide no library
+    folder = HERE if file.is_relative_to(HERE) else file.parent
+    sys.path.append(str(folder))  # the last place, as it must hide no library
     name = ".".join(file.relative_to(folder).with_suffix("").parts)
     try:
         module = importlib.import_module(name)
@@ -682,25 +648,26 @@ def parse_args(argv: list[str]) -> TrainConfig:
 
     Raises `UserError`; `--help` prints all fields, and ends.
     """
-    if "--help" in argv or "-h" in argv:
-        print(_USAGE)
-        for name, field in _FIELDS.items():
-            default = "required" if field.is_required() else f"default {_DEFAULTS[name]}"
-            print(f"  --{name} {TrainConfig.__annotations__[name]} ({default})")
-            print(textwrap.indent(field.description, " " * 6))
+    if {"--help", "-h"}.intersection(argv):
+        print(
+            "usage: train.py [recipe.py] [--field value ...]\n\n"
+            "Lists are written a,b or as JSON, dictionaries as JSON, functions as dotted paths,\n"
+            "those of the recipe by name. A value that begins with -- follows after =.\n"
+        )
+        print(inspect.getsource(TrainConfig).partition("    def ")[0])  # the fields
         sys.exit(0)
 
     sys.path.append(str(Path.cwd()))  # for dotted paths
-    words = list(argv)
+    words = iter(argv)
     recipe = None
     values: dict[str, Any] = {}
-    if words and not words[0].startswith("-"):
-        recipe = load_recipe(words.pop(0))
+    if argv and not argv[0].startswith("-"):
+        recipe = load_recipe(next(words))
         values |= vars(recipe.config)
-    while words:
-        flag, equals, word = words.pop(0).partition("=")
+    for flag in words:
+        flag, equals, word = flag.partition("=")
         if not equals:
-            word = words.pop(0) if words else flag
+            word = next(words, "--")
         if not flag.startswith("--") or (not equals and word.startswith("--")):
             raise UserError(
                 f"{flag}: give --field value, or --field=value where the value begins with --"
@@ -714,10 +681,9 @@ def parse_args(argv: list[str]) -> TrainConfig:
         elif word.startswith(("[", "{")):
             with suppress(ValueError):  # a word that is no JSON is refused, or a name
                 values[name] = json.loads(word)
-        elif annotation.startswith(("list", "Values")):
+        elif "list[" in annotation:
             # A shell leaves "\\n" as two characters.
             values[name] = word.replace("\\n", "\n").split(",")
 
     # Not strict: words stand for numbers.
-    with _one_line_errors(values):
-        return _VALIDATOR.validate_python(ArgsKwargs((), values), strict=False, context=recipe)
+    return _checked(values, strict=False, context=recipe)

@@ -70,10 +70,7 @@ class Teacher:
         run.exits.callback(self.pool.close)
         # To give log-probs, vLLM must also sample a token.
         longest = self.pool.wait_until_ready() - 1
-        run.prompts = leave_out_long(
-            run.prompts, longest - config.max_completion_len, config,
-            limit="the teacher's --max-model-len",
-        )  # fmt: skip
+        run.prompts = leave_out_long(run.prompts, longest - config.max_completion_len, config)
         self.pool.connect(torch.device("cpu"))
         self.sample_and_score = run.fill
         run.fill = self.fill

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from config import TrainConfig, UserError
@@ -78,6 +79,8 @@ def load_rows(
 def _rows_of_file(path: str) -> Any:
     """The rows of a file, by the ending of its name, or of the file that it links to.
 
+    JSON has one in a line, or a list of all.
+
     Raises:
         ValueError: it has another ending; or a row of a table has more cells than its header.
         OSError: there is no such file, or it cannot be read.
@@ -89,24 +92,18 @@ def _rows_of_file(path: str) -> Any:
     name = path.lower()
     if not name.endswith(ENDINGS):
         raise ValueError(f"its name must end in one of {', '.join(ENDINGS)}")
-    os.stat(path)  # a missing file has one error, whatever its ending
     if name.endswith(".parquet"):
         return Dataset.from_parquet(path)
     open_text: Any = gzip.open if name.endswith(".gz") else open
     with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
-        if not name.removesuffix(".gz").endswith(".csv"):
-            return _json_rows(file.read())
-        rows = list(csv.DictReader(file))  # all of it is text: 007 is not 7, and NA is not nothing
-    if any(None in row for row in rows):  # the name of cells beyond the header's
-        raise ValueError("a row has more cells than the header has names")
-    return rows
+        if name.endswith((".csv", ".csv.gz")):
+            rows = list(csv.DictReader(file))  # all is text: 007 is not 7, and NA is not nothing
+            if any(None in row for row in rows):  # the name of cells beyond the header's
+                raise ValueError("a row has more cells than the header has names")
+            return rows
+        text = file.read()
 
-
-def _json_rows(text: str) -> list[dict[str, Any]]:
-    """The rows of a text, one in a line, or a list of all.
-
-    `datasets` would turn strings that look like dates into dates.
-    """
+    # `datasets` would turn strings that look like dates into dates.
     if text.lstrip().startswith("["):
         return json.loads(text)
     rows = []
@@ -142,56 +139,46 @@ def load_prompts(
     Raises:
         UserError: a row makes no prompt; names its number.
     """
-
-    def load_prompt(index: int, row: dict[str, Any]) -> Prompt:
-        with naming(f"dataset row {index}"):
-            prompt = make_prompt(index, row, processor, config)
-        if not prompt.sources:
-            return prompt
-        # Only so that a broken image shows at once: sampling does it again. The sources stay, a
-        # URL as its bytes.
-        return replace(with_images(prompt, processor, config), images=None)
-
     rows = load_rows(source, split, config)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(load_prompt, itertools.count(), rows))
+    make = partial(make_prompt, processor=processor, config=config)
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(make, itertools.count(), rows))
 
 
 def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainConfig) -> Prompt:
-    """A row's prompt, tokenized, with its images as the dataset has them.
+    """A row's prompt, tokenized, with its images as the dataset has them, and URLs as their bytes.
 
     Raises:
-        ValueError: the row makes no prompt; the message says why.
+        UserError: the row makes no prompt, or an image cannot be read; names its number.
     """
-    content, images = _content_and_images(row)
-    if images and not hasattr(processor, "image_processor"):
-        raise ValueError(f"it has images, and model_id={config.model_id} takes none")
-    names = config.extra_columns
-    if names is None:
-        names = [name for name in row if name not in NO_COLUMNS]
-    taken = {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())}.intersection(names)
-    if taken:
-        raise ValueError(
-            f"its column {taken.pop()} has the name of another argument of rewards: rename it"
+    with naming(f"dataset row {index}"):
+        content, images = _content_and_images(row)
+        names = config.extra_columns
+        if names is None:
+            names = [name for name in row if name not in NO_COLUMNS]
+        taken = {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())} & set(names)
+        if taken:
+            raise ValueError(
+                f"its column {taken.pop()} has the name of another argument of rewards: rename it"
+            )
+
+        template = dict(config.chat_template_kwargs or {})
+        with naming("its chat_template_kwargs must be a dictionary, and no text"):
+            template |= row.get("chat_template_kwargs") or {}
+        tools = row.get("tools")
+        if isinstance(tools, str):  # as tables have them
+            tools = json.loads(tools)
+        if tools:  # Llama's templates tell of tools even where the list is empty
+            template["tools"] = tools  # which transformers checks
+        text, needs_beginning = as_text(processor, content, len(images), config, **template)
+        token_ids = as_ids(text, tokenizer_of(processor), needs_beginning)
+        prompt = Prompt(
+            index, token_ids, content, {name: row[name] for name in names}, images, template
         )
 
-    template = dict(config.chat_template_kwargs or {})
-    with naming("its chat_template_kwargs must be a dictionary, and no text"):
-        template |= row.get("chat_template_kwargs") or {}
-    if isinstance(row.get("tools"), str):  # as tables have them
-        row = {**row, "tools": json.loads(row["tools"])}
-    if row.get("tools"):  # Llama's templates tell of tools even where the list is empty
-        template["tools"] = row["tools"]  # which transformers checks
-    text, needs_beginning = as_text(processor, content, len(images), config, **template)
-    token_ids = as_ids(text, tokenizer_of(processor), needs_beginning)
-
-    unfilled = set(placeholder_ids(processor)) & set(token_ids)
-    if images:
-        unfilled.discard(processor.image_token_id)
-    if unfilled:
-        token = tokenizer_of(processor).convert_ids_to_tokens(unfilled.pop())
-        raise ValueError(f"its prompt has a placeholder ({token}), and nothing for it")
-    return Prompt(index, token_ids, content, {name: row[name] for name in names}, images, template)
+    if images:  # only so that a broken one shows at once: sampling does it again
+        prompt = replace(with_images(prompt, processor, config), images=None)
+    return prompt
 
 
 def _content_and_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -204,6 +191,7 @@ def _content_and_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
     content = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(content, str | list) or content == []:
         raise ValueError(f"it has no `prompt`, a string or a list of messages: {row!r:.200}")
+
     places: list[Any] = []  # of images in messages, each with its image, or None
     if isinstance(content, list):
         content = [_message(message, places) for message in content]
@@ -230,12 +218,13 @@ def _message(message: Any, places: list[Any]) -> dict[str, Any]:
     Raises:
         ValueError: it has no role or content, or a part of another kind.
     """
-    fields = message if isinstance(message, dict) else {}
-    content = fields.get("content")
-    if not fields.get("role") or (content in (None, []) and fields["role"] != "assistant"):
-        raise ValueError(f"it has a message without role or content: {message!r:.100}")
+    match message:
+        case {"role": "assistant"} | {"role": str(), "content": str() | [_, *_]} if message["role"]:
+            content = message.get("content")
+        case _:
+            raise ValueError(f"it has a message without role or content: {message!r:.100}")
     if not content or isinstance(content, str):
-        return fields
+        return message
 
     parts = []
     for part in content:
@@ -250,31 +239,27 @@ def _message(message: Any, places: list[Any]) -> dict[str, Any]:
                 raise ValueError(
                     f"it has a message with a part neither of type text nor image: {part!r:.100}"
                 )
-    return {**fields, "content": parts}
+    return {**message, "content": parts}
 
 
-def leave_out_long(
-    prompts: list[Prompt], max_len: int, config: TrainConfig, name: str = "dataset_id",
-    limit: str = "max_tokens_per_gpu, or the servers' --max-model-len",
-) -> list[Prompt]:  # fmt: skip
+def leave_out_long(prompts: list[Prompt], max_len: int, config: TrainConfig) -> list[Prompt]:
     """The prompts of 1 to `max_len` tokens; prints the others' number.
-
-    Args:
-        prompts: of the data set `name`.
-        max_len: of a prompt.
-        config: max_completion_len.
-        name: for messages.
-        limit: the setting behind `max_len`, for messages.
 
     Raises:
         UserError: all prompts are left out.
     """
-    kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_len]
-    if len(kept) < len(prompts):
+    kept = []
+    left_out = []
+    for prompt in prompts:
+        if 0 < len(prompt.token_ids) <= max_len:
+            kept.append(prompt)
+        else:
+            left_out.append(prompt)
+    if left_out:
         said = (
-            f"{name}: left out {len(prompts) - len(kept)} of {len(prompts)} prompts, empty or over "
-            f"{max_len} tokens: raise {limit}, or lower "
-            f"max_completion_len={config.max_completion_len}"
+            f"left out {len(left_out)} of {len(prompts)} prompts, empty or over {max_len} tokens, "
+            f"as {left_out[0].where}: raise max_tokens_per_gpu, or the servers' --max-model-len, "
+            f"or lower max_completion_len={config.max_completion_len}"
         )
         if not kept:
             raise UserError(said)
@@ -283,19 +268,24 @@ def leave_out_long(
 
 
 def check_vocabulary(prompts: list[Prompt], processor: Any, model_config: Any) -> None:
-    """Refuse prompts with a token that the model has no embedding for.
+    """Refuse prompts with a token that the model cannot read.
+
+    It has no embedding, or is the placeholder of an image (or the like) that the row does not have.
 
     Raises:
         UserError: names the row.
     """
     vocab_size = model_config.get_text_config(decoder=True).vocab_size
+    readable = set(range(vocab_size)).difference(placeholder_ids(processor))
     for prompt in prompts:
-        last = max(prompt.token_ids, default=0)
-        if last >= vocab_size and last not in placeholder_ids(processor):
-            token = tokenizer_of(processor).decode(last)
+        unread = set(prompt.token_ids) - readable
+        if prompt.sources:
+            unread.discard(processor.image_token_id)
+        if unread:
+            token = tokenizer_of(processor).decode(min(unread))
             raise UserError(
-                f"{prompt.where}: the model has no embedding for its token {token} ({last}): "
-                "resize the model's embeddings, or leave that token out"
+                f"{prompt.where}: the model has no embedding for its token {token}, or the row no "
+                "image: leave it out, or resize the model's embeddings"
             )
 
 
@@ -330,18 +320,18 @@ def load_sets(
         with naming(where):
             prompts = load_prompts(source, split, processor, config)
             check_rewards(prompts, config)
-        sets[name] = [replace(prompt, place=f"row {prompt.index} of {where}") for prompt in prompts]
+        sets[name] = [
+            replace(prompt, set=name, place=f"row {prompt.index} of {where}") for prompt in prompts
+        ]
     return sets
 
 
 def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
-    """The prompts of `dataset_id`; those of several sets one after the other.
+    """The prompts of `dataset_id`; those of several sets numbered on, one after the other.
 
     Raises:
         UserError: as `load_sets`.
     """
-    found: list[Prompt] = []
-    for name, prompts in load_sets("dataset_id", "train", processor, config).items():
-        for prompt in prompts:
-            found.append(replace(prompt, index=len(found), set=name))
-    return found
+    sets = load_sets("dataset_id", "train", processor, config)
+    prompts = itertools.chain.from_iterable(sets.values())
+    return [replace(prompt, index=index) for index, prompt in enumerate(prompts)]

@@ -83,9 +83,13 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
             server takes; names the row.
     """
     with naming(prompt.where):
-        sources = [image_source(source) for source in prompt.sources]
-        images = [open_image(source) for source in sources]
-        urls = list(map(data_uri, images))
+        sources = list(map(image_source, prompt.sources))
+        images = list(map(open_image, sources))
+        urls = []
+        for image in images:
+            file = io.BytesIO()
+            image.save(file, "png", compress_level=1)
+            urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
         if sum(map(len, urls)) > MAX_IMAGES_BYTES:
             raise ValueError(
                 f"its images have more than {MAX_IMAGES_BYTES >> 20} MiB, as PNG in base64: "
@@ -100,34 +104,28 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
             num_places = max(num_places, text.count(getattr(processor, name, None) or "\0"))
         if num_places != len(images):
             raise ValueError(
-                f"its text has {num_places} places for its {len(images)} images: use chat messages,"
-                " and leave the marks of images to the chat template"
+                f"its text has {num_places} places for its {len(images)} images: use chat messages "
+                "and a model that takes images, and leave their marks to the chat template"
             )
         batch = processor(
             text=[text], images=[images], add_special_tokens=False, return_tensors="pt"
         )
 
-    tokenizer = tokenizer_of(processor)
-    token_ids = with_beginning(batch["input_ids"][0].tolist(), tokenizer, needs_beginning)
+    token_ids = with_beginning(
+        batch["input_ids"][0].tolist(), tokenizer_of(processor), needs_beginning
+    )
     inputs = {name: batch[name] for name in batch if name not in TEXT_INPUTS}
     return replace(
         prompt,
         token_ids=token_ids,
         sources=sources,
         images=Images(
-            server_ids=as_ids(text, tokenizer, needs_beginning),
+            server_ids=as_ids(text, tokenizer_of(processor), needs_beginning),
             num_tokens=len(token_ids),
             urls=urls,
             inputs=inputs,
         ),
     )
-
-
-def data_uri(image: Any) -> str:
-    """An image as a server gets it, a PNG."""
-    file = io.BytesIO()
-    image.save(file, "png", compress_level=1)
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) -> Prompt | None:
@@ -140,7 +138,7 @@ def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) ->
             raise UserError("freeze_vision_tower has no effect: no prompt has an image")
         return None
     shortest = min(with_sources, key=lambda prompt: len(prompt.token_ids))
-    return replace(with_images(shortest, processor, config), sources=[])  # no rank needs the files
+    return with_images(shortest, processor, config)
 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import logging
 import re
 from collections.abc import Callable
 from datetime import datetime
@@ -73,8 +72,8 @@ def placeholder_ids(owner: Any) -> list[int]:
         owner: a model's configuration, or a processor.
     """
     names = ("image_token_id", "video_token_id", "audio_token_id")
-    token_ids = [getattr(owner, name, None) for name in names]
-    return [token_id for token_id in token_ids if token_id is not None]
+    found: set[Any] = {getattr(owner, name, None) for name in names}
+    return sorted(found - {None})
 
 
 def hold_date(processor: Any, moment: str) -> None:
@@ -82,13 +81,11 @@ def hold_date(processor: Any, moment: str) -> None:
 
     So a run's prompts and turns stay the same over midnight, and when it goes on another day.
     """
-    strftime = datetime.fromisoformat(moment).strftime
-    # Processors warn of it, at each prompt.
-    logger = logging.getLogger("transformers.processing_utils")
-    logger.addFilter(lambda record: "in `processor_kwargs` dict" not in record.getMessage())
-    for owner in (processor, tokenizer_of(processor)):
-        if "strftime_now" in str(owner.chat_template):  # as transformers names it for templates
-            owner.apply_chat_template = partial(owner.apply_chat_template, strftime_now=strftime)
+    tokenizer = tokenizer_of(processor)
+    tokenizer.apply_chat_template = partial(
+        tokenizer.apply_chat_template,
+        strftime_now=datetime.fromisoformat(moment).strftime,  # as transformers names it
+    )
 
 
 def as_sampled(token_ids: Any, tokenizer: Any) -> str:
@@ -107,19 +104,18 @@ def as_text(
     A last message of the assistant is a prefill, from which the completion goes on. It follows as
     it stands, but for a beginning that the template has opened already, as with <think>.
 
-    Returns:
-        The text, and True where the tokenizer's beginning (BOS) still has to come before it.
-
-    Raises:
-        ValueError: a message of which the template shows nothing, or an argument unread.
+    Returns the text, and True where the tokenizer's beginning (BOS) still has to come before it.
+    Raises ValueError for a message of which the template shows nothing, or an argument unread.
     """
-    owner = processor if getattr(processor, "chat_template", None) else tokenizer_of(processor)
-    chat_template = owner.chat_template
+    tokenizer = tokenizer_of(processor)
+    chat_template = processor.chat_template or tokenizer.chat_template
     if isinstance(content, str) and config.no_apply_chat_template:
         chat_template = None
     for name in template:
         if not re.search(rf"\b{name}\b", str(chat_template)):
             raise ValueError(f"no chat template reads its {name} here: leave it out")
+    if processor is not tokenizer:  # which knows its own, perhaps several
+        template["chat_template"] = processor.chat_template
     if isinstance(content, str):
         if not chat_template:
             return content, True
@@ -148,7 +144,7 @@ def as_text(
     def render(messages: list[dict[str, Any]]) -> str:
         if not takes_images:  # whose templates would show parts as nothing, or as Python
             messages = [{**message, "content": _text_of(message)} for message in messages]
-        return owner.apply_chat_template(
+        return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **template
         )
 
@@ -171,17 +167,18 @@ def _check_shown(
 ) -> None:
     """Raise ValueError for a text of which the template shows nothing, not even its end."""
     marked = copy.deepcopy(messages)
-    texts: list[tuple[str, str]] = []  # each with its role and, in `marked`, its number at its end
+    texts: list[tuple[str, str, str]] = []  # each with its role and, in `marked`, a mark at its end
     for message in marked:
         for part in message["content"]:
             text = part.get("text", "")
             if text.strip():
-                part["text"] = f"{text}mark{len(texts):06}"
-                texts.append((message["role"], text))
+                mark = f"mark{len(texts):06}"
+                part["text"] = text + mark
+                texts.append((message["role"], text, mark))
 
     shown = render(marked)
-    for number, (role, text) in enumerate(texts):
-        if f"mark{number:06}" not in shown:
+    for role, text, mark in texts:
+        if mark not in shown:
             raise ValueError(f"the chat template shows nothing of its {role} message {text!r:.100}")
 
 

@@ -112,8 +112,7 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     max_len = longest - config.max_completion_len
     prompts = data.leave_out_long(prompts, max_len, config)
     for name, found in held_out.items():
-        where = f"eval_dataset_id {name}".strip()
-        held_out[name] = data.leave_out_long(found, max_len, config, where)
+        held_out[name] = data.leave_out_long(found, max_len, config)
     run = Run(
         config,
         before,

@@ -229,8 +229,8 @@ def test_a_held_out_set_is_named_in_what_is_wrong_with_it(models, fake, capsys):
     cure = (
         "raise max_tokens_per_gpu, or the servers' --max-model-len, or lower max_completion_len=20"
     )
-    expected = f"left out 1 of 2 prompts, empty or over 108 tokens: {cure}"
-    assert lines == [f"dataset_id: {expected}", f"eval_dataset_id hard: {expected}"]
+    expected = "left out 1 of 2 prompts, empty or over 108 tokens, as row 1 of {}: {}".format
+    assert lines == [expected("dataset_id", cure), expected("eval_dataset_id hard", cure)]
 
 
 # -- Every sync is proved ---------------------------------------------------------------------------------------------

@@ -139,8 +139,8 @@ class RunLog:
                 "held_out.jsonl": [],
                 "dropped.jsonl": [],
             }
-            for name, groups in held_out.items():
-                lines["held_out.jsonl"] += batch_samples(groups, self.config, name)
+            for groups in held_out.values():
+                lines["held_out.jsonl"] += batch_samples(groups, self.config)
             for group in batch.dropped:
                 lines["dropped.jsonl"].append(
                     {
@@ -251,7 +251,7 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def batch_samples(
-    groups: list[Group], config: TrainConfig, set_name: str = "", tokenizer: Any = None
+    groups: list[Group], config: TrainConfig, tokenizer: Any = None
 ) -> list[dict[str, Any]]:
     """One JSON object a completion; images of their prompts are written beside, once.
 
@@ -271,7 +271,7 @@ def batch_samples(
                 "row": group.prompt.index,
                 "prompt": group.prompt.content,
                 "columns": shortened(group.prompt.columns),
-                "set": set_name or group.prompt.set or None,
+                "set": group.prompt.set or None,
                 "images": images or None,
                 "completion": group.texts[number],
                 "reward": group.reward[number],
