@@ -13,7 +13,7 @@ DOCUMENTS = {"README.md": README, **DOCUMENTS}
 
 # Columns of other trainers' names in docs/coming-from-elsewhere.md, by section.
 FOREIGN_COLUMNS = {
-    "Names": (1, 2, 3), "From TRL": (1,), "From PrefixGrouper": (0,),
+    "Names": (1, 2), "From TRL": (1,), "From PrefixGrouper": (0,),
 }  # fmt: skip
 
 

@@ -492,4 +492,3 @@ def test_the_examples_of_the_documents():
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert gradient.tolist() == pytest.approx([1 - math.exp(-0.5), 0.0])
     assert sums == {}
-    assert [*ran["config"].eval_dataset_id] == ["aime", "olympiad"]
