@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from config import TrainConfig, UserError, changed_fields, parse_args
-from rollouts.order import next_groups
 from rollouts.run import Run, open_run
+from rollouts.stream import next_groups
 from train import grpo_loss, loss_normalizer, off_policy_weights, optimizer_step, set_advantages
 from training.batching import Dealer, num_trained
 from training.model import build_policy, share_prefixes, token_logprobs, with_bf16

@@ -16,10 +16,9 @@ from rollouts.data import fingerprint
 from rollouts.evaluation import Round, round_metrics
 from rollouts.group import Batch, Group, Prompt
 from rollouts.images import image_example
-from rollouts.order import add_to_history, next_groups
 from rollouts.proofs import check_gaps, prove
 from rollouts.run import open_run
-from rollouts.stream import GroupStream
+from rollouts.stream import GroupStream, add_to_history, next_groups
 from training.batching import MicroBatch, row_tokens
 from training.metrics import Gaps
 from utils import (

@@ -34,9 +34,9 @@ from rollouts.data import (
     load_train_set,
 )
 from rollouts.group import ENVIRONMENT, FOREIGN, Completion, Group, Prompt, version_spans
-from rollouts.order import next_groups
 from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Scorer, check_rewards, required
+from rollouts.stream import next_groups
 from server.messages import Sampled
 from training.batching import token_columns, trained_lengths
 from training.loading import load_model_config

@@ -13,7 +13,7 @@ from measure import broken_limits, figures_of
 TOP = {"train", "config", "prefix_attention", "vllm_server", "vllm_client", "utils"}
 ROOMS = {
     "rollouts": {
-        "group", "data", "processor", "custom", "images", "sampling", "scoring", "workers", "stream", "order",
+        "group", "data", "processor", "custom", "images", "sampling", "scoring", "workers", "stream",
         "servers", "sending", "proofs", "rollouts", "run", "evaluation",
     },
     "training": {

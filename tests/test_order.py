@@ -12,7 +12,7 @@ from test_hooks import make_config
 
 from config import UserError, parse_args
 from rollouts.group import Prompt
-from rollouts.order import add_to_history, next_groups
+from rollouts.stream import add_to_history, next_groups
 from train import main
 
 INDICES = (0, 1, 3, 4)  # 2 was left out
