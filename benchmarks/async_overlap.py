@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
-from build_tiny import build, build_model, build_tokenizer
+from build_tiny import build, build_tokenizer
 
 from benchmarks.common import arguments, lines, median, report
-from benchmarks.local_server import local_server, stand_in
+from benchmarks.end_to_end import num_sevens
+from benchmarks.local_server import local_server, random_tiny, stand_in
 from config import TrainConfig
 from recipes.rewards import exact_match
 from train import main as train
@@ -69,11 +70,6 @@ def long_prompts() -> list[dict[str, str]]:
     return [{"prompt": "".join(rng.choices("0123456789", k=400))} for _ in range(256)]
 
 
-def num_sevens(completions: list[str], **_: Any) -> list[float]:
-    """Some reward."""
-    return [float(text.count("7")) for text in completions]
-
-
 def generate_seconds(url: str) -> float:
     """A batch's generation by a server that is kept busy: the time of four, with 32 groups in flight, over four."""
     server = Server(url, 60)
@@ -89,13 +85,7 @@ def generate_seconds(url: str) -> float:
 
 def controlled(folder: Path, steps: int) -> list[dict[str, Any]]:
     """Part (a)."""
-    model = str(folder / "random")
-    torch.manual_seed(0)
-    tokenizer = build_tokenizer()
-    network = build_model(tokenizer)
-    network.config.max_position_embeddings = 512
-    network.save_pretrained(model)
-    tokenizer.save_pretrained(model)
+    model = random_tiny(folder / "random", max_length=512)
     fields: dict[str, Any] = {"slots": SLOTS, "max_model_len": 512, "with_logprobs": False}
     with stand_in(model, skewed, **fields) as (url, _):
         generate_s = generate_seconds(url)

@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.common import (
     CPU_CLOCK,
+    MODELS,
     arguments,
     beside,
     durations,
@@ -40,7 +41,7 @@ from benchmarks.common import (
     ran,
     report,
 )  # fmt: skip
-from benchmarks.prefix_attention import SIZES, make_model
+from benchmarks.prefix_attention import make_model
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
 
 JOBS, METHODS = ("rewritten", "appended", "system"), ("dense", "prompts", "tree")
@@ -127,7 +128,7 @@ def measure(job: str, method: str, is_quick: bool) -> dict[str, Any]:
     model = attach(make_model(size, device))
     shape = SHAPES[is_quick]
     rows = make_rows(
-        job, method, make_job(job, is_quick, SIZES[size]["vocab_size"]), shape["budget"]
+        job, method, make_job(job, is_quick, MODELS[size]["vocab_size"]), shape["budget"]
     )
     values = torch.zeros(sum(len(row.targets) for row in rows))
 
@@ -157,7 +158,7 @@ def compare(job: str, is_quick: bool) -> dict[str, Any]:
     size = "quick" if is_quick else "4 layers"
     pairs = [
         pair
-        for group in make_job(job, is_quick, SIZES[size]["vocab_size"])
+        for group in make_job(job, is_quick, MODELS[size]["vocab_size"])
         for roll in group
         for pair in roll
     ]
@@ -166,7 +167,7 @@ def compare(job: str, is_quick: bool) -> dict[str, Any]:
     middle = lambda method, name: median([one[name] for one in found[method]])
     for name in ("tokens", "s", "mb"):
         row |= {f"{method}_{name}": middle(method, name) for method in METHODS}
-    row["bound"] = flops(SIZES[size], *dense) / flops(SIZES[size], *tree)
+    row["bound"] = flops(MODELS[size], *dense) / flops(MODELS[size], *tree)
     row["speedup"] = row["dense_s"] / row["tree_s"]
     row["of_bound"] = row["speedup"] / row["bound"]
     row["over_prompts"] = row["prompts_s"] / row["tree_s"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -285,6 +286,50 @@ def durations(
             step()
             times.append(time.perf_counter() - started)
     return times
+
+
+# -- Models ----------------------------------------------------------------------------------------
+
+FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
+SIZES = {
+    "quick": (128, 256, 2, 4, 2, 32, 1024),
+    "4 layers": (256, 768, 4, 4, 2, 64, 32768),
+    "0.6B": (1024, 3072, 28, 16, 8, 128, 151936),
+    "1.5B": (1536, 8960, 28, 12, 2, 128, 151936),
+    "4B": (2560, 9728, 36, 32, 8, 128, 151936),
+    "8B": (4096, 12288, 36, 32, 8, 128, 151936),
+}
+MODELS: dict[str, dict[str, Any]] = {  # of Qwen3
+    name: dict(zip(FIELDS, size, strict=True)) for name, size in SIZES.items()
+}
+
+
+def random_model(
+    shape: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    **fields: Any,
+) -> Any:
+    """A Qwen3 of random weights, which are made on the device; its head is tied to its embedding.
+
+    Args:
+        shape: one of `MODELS`, or its like.
+        device: of the weights.
+        dtype: of the weights.
+        fields: more of its configuration.
+    """
+    fields = {"max_position_embeddings": 32768, "tie_word_embeddings": True, **shape, **fields}
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return Qwen3ForCausalLM(Qwen3Config(**fields))
+    finally:
+        torch.set_default_dtype(before)
 
 
 # -- FLOPs -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmarks.common import arguments, lines, median, ran, report
+from benchmarks.common import arguments, lines, median, ran, random_model, report
 
 JOBS: dict[str, dict[str, Any]] = {
     "10 M": {
@@ -45,17 +45,13 @@ def build(job: dict[str, Any], folder: Path) -> int:
     """A random model with a character tokenizer; returns its parameters."""
     import torch
     from build_tiny import build_tokenizer
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
     tokenizer.model_max_length = job["model"]["max_position_embeddings"]
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        **job["model"],
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    shape = {"vocab_size": len(tokenizer), **job["model"], **ids}
+    model = random_model(shape, torch.device("cpu"))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())

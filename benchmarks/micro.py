@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import (
+    MODELS,
     Rows,
     Skipped,
     arguments,
@@ -42,9 +42,10 @@ from benchmarks.common import (
     median,
     memory_mb,
     peak_flops,
+    random_model,
     reset_peak,
 )
-from benchmarks.prefix_attention import SIZES, grouper_attention
+from benchmarks.prefix_attention import grouper_attention
 from prefix_attention import (
     _Asked,
     _attention,
@@ -395,14 +396,9 @@ def layer(is_compiled: bool, is_quick: bool, device: torch.device) -> dict[str, 
     """Forward and backward of a model of one layer and a small vocabulary, over a row of ten groups."""
     if is_compiled and device.type == "cpu":
         raise Skipped("needs a GPU: it is to show what the GPU gains")
-    small = {"num_hidden_layers": 1, "vocab_size": 1024}
-    config = Qwen3Config(
-        **SIZES["quick" if is_quick else "8B"] | small, max_position_embeddings=32768
-    )
-    torch.manual_seed(0)
-    network: Any = Qwen3ForCausalLM(config)
-    model = network.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    attach(model)
+    shape = MODELS["quick" if is_quick else "8B"] | {"num_hidden_layers": 1, "vocab_size": 1024}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = attach(random_model(shape, device, dtype))
     _, prompt, completion, size = SHAPES[is_quick][1]
     (row,) = pack(
         [

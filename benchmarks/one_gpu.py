@@ -4,31 +4,24 @@
 
 Random weights of Qwen3's shapes and random words as prompts: 16 prompts of 512 tokens, 8 completions of 512 each
 (`ignore_eos`), the trainer under bf16 autocast, beside vLLM on the same GPU; the 4B with LoRA. Each model runs with
-`max_staleness` 0 and 1. Times are medians over the steps but the first two. `sampled_tokens_per_s` counts a
-step's completion tokens, over the time of its sampling at 0 and of the whole step at 1. `front_end` and `engine` are
-the CPU seconds a second of the server's API process and of the process that runs the model.
-
-Then, with no training beside it (not the 4B): what the server samples of the same prompts, and the `sync_s` of new
-weights, of which `pause_s` stops sampling, where it is idle and where it is busy with them. TRL runs with the first
-model, vLLM colocated (one_gpu_trl.py): `train_s` is what neither samples nor sends weights.
+`max_staleness` 0 and 1. Times are medians over the steps but the first two. `sampled_tokens_per_s` counts a step's
+completion tokens, over the time of its sampling at 0 and of the whole step at 1. TRL runs with the first model, vLLM
+colocated (one_gpu_trl.py): `train_s` is what neither samples nor sends weights.
 
 vLLM runs with CUDA graphs of decoding, and without inductor. `--together` starts all servers at once, which saves
-minutes and takes memory. `--quick` is a tiny model on a CPU.
+minutes and takes memory. `--quick` is a tiny model on a CPU. Syncs alone are in real_server.py, and what the server
+costs beside its model in serving.py.
 """
 
 import importlib.util
 import json
 import os
-import runpy
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +29,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import psutil
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common import (
+    MODELS,
     Rows,
     Skipped,
     arguments,
@@ -50,35 +43,18 @@ from benchmarks.common import (
     lines,
     median,
     medians,
+    random_model,
 )
-from benchmarks.local_server import local_server
-from benchmarks.prefix_attention import SIZES
-from benchmarks.steps import MODELS
-from config import TrainConfig
-from rollouts.servers import ServerPool
-from training.model import build_policy
-from utils import die_with, process_group
-from weights.group import gpu_of
-from weights.publish import published_weights
+from benchmarks.local_server import beside_trainer, run_train
+from utils import die_with
 
 NUM_GENERATIONS = 8
-SYNCS = 5
 # Of vLLM in either place. Without inductor, which would take minutes to start.
 GRAPHS = {
     "mode": 0,
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "cudagraph_capture_sizes": [1, 8, 32, 64, 128],
 }
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.6B": MODELS["Qwen3-0.6B"],
-    "1.5B": SIZES["1.5B"],
-    "4B": MODELS["Qwen3-4B"],
-    "quick": {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
-    },
-}  # fmt: skip
 FIELDS: dict[str, dict[str, Any]] = {
     "0.6B": {},
     "1.5B": {"gradient_checkpoint": True},
@@ -108,8 +84,7 @@ config = TrainConfig(
 
 def build(folder: Path, size: str, device: torch.device) -> None:
     """A checkpoint of random weights, with a tokenizer whose words are w0, w1, ..."""
-    shape = SHAPES[size]
-    vocab_size = shape["vocab_size"]
+    vocab_size = MODELS[size]["vocab_size"]
     words = {f"w{number}": number for number in range(vocab_size - 2)}
     special = {"<eos>": vocab_size - 2, "<unk>": vocab_size - 1}
     tokenizer = Tokenizer(models.WordLevel(words | special, unk_token="<unk>"))
@@ -118,59 +93,23 @@ def build(folder: Path, size: str, device: torch.device) -> None:
         tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>"
     ).save_pretrained(folder)
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        **shape, tie_word_embeddings=True, max_position_embeddings=4096,
-        eos_token_id=vocab_size - 2, bos_token_id=None,
-    )  # fmt: skip
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    with device:
-        model = Qwen3ForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder)
-    del model
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ids = {"eos_token_id": vocab_size - 2, "bos_token_id": None}
+    random_model(MODELS[size], device, dtype, **ids).save_pretrained(folder)
     torch.cuda.empty_cache()  # vLLM measures what is free
 
 
-def cpu_seconds(root: int) -> dict[int, float]:
-    """CPU seconds of a process and of all its descendants, by process id."""
-    parent = psutil.Process(root)
-    seconds = {}
-    for process in [parent, *parent.children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):  # it has ended
-            times = process.cpu_times()
-            seconds[process.pid] = times.user + times.system
-    return seconds
-
-
-def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: int) -> Any:
+def run(folder: Path, size: str, url: str, staleness: int, steps: int) -> dict[str, Any]:
     """The medians of a run of train.py."""
     output = folder / f"staleness-{staleness}"
     fields = {"model_id": folder, "vllm_urls": url, "output_dir": output}
     fields |= {"max_staleness": staleness, "max_steps": steps, **FIELDS[size]}
     recipe = str(folder / "one_gpu_recipe.py")
-    command = [sys.executable, str(ROOT / "train.py"), recipe, *as_options(fields)]
-    shutil.rmtree(output, ignore_errors=True)
-    before = cpu_seconds(server)
-    with (folder / "train.log").open("w") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-            preexec_fn=partial(die_with, os.getpid()),
-        )  # fmt: skip
-        samples = []  # of the CPU's time, from the third step on
-        metrics = output / "metrics.jsonl"
-        while process.poll() is None:
-            num_steps = len(lines(metrics))
-            if 2 <= num_steps < steps:  # not while it saves
-                samples.append((time.monotonic(), cpu_seconds(server)))
-            elif num_steps >= steps:
-                process.kill()  # instead of saving what nobody wants
-            time.sleep(0.2)
-    if process.returncode not in (0, -signal.SIGKILL):
-        text = (folder / "train.log").read_text()
-        raise RuntimeError(" ".join(text.split())[-280:])
+    command = [str(ROOT / "train.py"), recipe, *as_options(fields)]
+    run_train(command, folder / f"staleness-{staleness}.log")
 
-    trained = [line for line in lines(metrics) if "time/step_s" in line][2:]
+    metrics = lines(output / "metrics.jsonl")
+    trained = [line for line in metrics if "time/step_s" in line][2:]
     found = medians(trained, ("time/", "idle/"))
     sampling = "time/step_s" if staleness else "time/generate_s"
     num_completions = NUM_GENERATIONS * num_prompts_of(size)
@@ -178,12 +117,6 @@ def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: i
     found["sampled_tokens_per_s"] = num_sampled / found[sampling]
     mismatch = "sampling/sampling_logp_difference/mean"
     found["mismatch"] = median([line[mismatch] for line in trained])
-
-    (first_s, first), (last_s, last) = samples[0], samples[-1]
-    spent = {pid: (last[pid] - first.get(pid, 0.0)) / (last_s - first_s) for pid in last}
-    found["front_end"] = spent.pop(server)
-    found["engine"] = max(spent.values(), default=0.0)
-    assert set(before) <= set(last), "the server's processes are not those of before"
     return found
 
 
@@ -199,9 +132,9 @@ def num_prompts_of(size: str) -> int:
 
 def cache_bytes(size: str) -> int:
     """What the keys and values of two batches take, one of whose completions are sampled."""
-    shape = SHAPES[size]
+    shape = MODELS[size]
     num_tokens = num_tokens_of(size) * num_prompts_of(size) * (2 + NUM_GENERATIONS) * 5 // 4
-    width = shape.get("head_dim", 128) * shape["num_key_value_heads"]
+    width = shape["head_dim"] * shape["num_key_value_heads"]
     num_bytes = 2 if device_here().type == "cuda" else 4
     return num_tokens * width * shape["num_hidden_layers"] * 2 * num_bytes
 
@@ -211,7 +144,7 @@ def prepare(folder: Path, size: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     build(folder, size, device_here())
     recipe = RECIPE.format(
-        vocab_size=SHAPES[size]["vocab_size"],
+        vocab_size=MODELS[size]["vocab_size"],
         num_tokens=num_tokens_of(size),
         num_prompts=num_prompts_of(size),
     )
@@ -221,65 +154,10 @@ def prepare(folder: Path, size: str) -> None:
 def served(folder: Path, size: str, *options: str) -> Any:
     """The server of a model, as a block to be entered."""
     words = ["--max-model-len", str(2 * num_tokens_of(size) + 64), "--max-num-seqs", "128"]
-    words += ["--load-format", "dummy", "--kv-cache-memory-bytes", str(cache_bytes(size))]
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    words += ["--load-format", "dummy"]
     if device_here().type == "cuda":
-        words += ["--gpu-memory-utilization", "0.02", "--dtype", "bfloat16"]
         words += ["--compilation-config", json.dumps(GRAPHS)]
-        env["TORCHDYNAMO_DISABLE"] = "0"
-    return local_server(str(folder), folder / "server.log", *words, *options, env=env)
-
-
-def alone(folder: Path, size: str, url: str, server: int) -> dict[str, Any]:
-    """Sampling of the batch's prompts, and syncs of other weights, without a trainer's work beside them."""
-    recipe = runpy.run_path(str(folder / "one_gpu_recipe.py"))
-    prompts = []
-    for row in recipe["rows"]():
-        prompts.append([int(word[1:]) for word in row["prompt"].split()])
-    num = num_prompts_of(size)
-    sampling: dict[str, Any] = {"n": NUM_GENERATIONS, "max_tokens": num_tokens_of(size)}
-    sampling |= {"ignore_eos": True, "temperature": 1.0}
-
-    with process_group(120) as device, ThreadPoolExecutor(num) as threads:
-        config = TrainConfig(
-            model_id=str(folder), vllm_urls=[url], dataset_id="none", reward_funcs=[print]
-        )
-        pool = ServerPool(config)
-        pool.connect(device, [gpu_of(device)])
-        policy = build_policy(config, device)
-        weights = list(published_weights(policy))
-        for connected in pool.update_weights(weights, 0):
-            pool.admit(connected)
-        [only] = pool.servers
-        sample = partial(only.generate, sampling=sampling)
-
-        times = []
-        for start in range(0, 4 * num, num):  # other prompts each time, which no cache has
-            before = cpu_seconds(server)
-            started_s = time.perf_counter()
-            replies = list(threads.map(sample, prompts[start : start + num]))
-            times.append(time.perf_counter() - started_s)
-        spent = {pid: s - before.get(pid, 0.0) for pid, s in cpu_seconds(server).items()}
-        num_sampled = sum(len(reply.token_ids) for group in replies for reply in group)
-        found = {"sampled_tokens_per_s": num_sampled / median(times[1:])}
-        found["front_end"] = spent.pop(server) / times[-1]
-        found["engine"] = max(spent.values(), default=0.0) / times[-1]
-
-        for state in ("idle", "busy"):
-            asked = [threads.submit(sample, p) for p in prompts[:num] if state == "busy"]
-            times, pauses = [], []
-            for _ in range(SYNCS):
-                time.sleep(0.3)  # an update lets a busy server compute all keys and values anew
-                started_s = time.perf_counter()
-                pool.update_weights(weights, pool.version + 1)
-                times.append(time.perf_counter() - started_s)
-                pauses.append(only.paused_s)
-            found[f"sync_s, {state}"] = median(times)
-            found[f"pause_s, {state}"] = median(pauses)
-            for reply in asked:
-                reply.result()
-        pool.close()
-    return found
+    return beside_trainer(folder, folder / "server.log", cache_bytes(size), *words, *options)
 
 
 @contextmanager
@@ -322,17 +200,12 @@ def trl_beside(folder: Path, size: str) -> Iterator[Callable[[], dict[str, Any]]
             process.wait()
 
 
-def measure(rows: Rows, folder: Path, size: str, server: Any) -> None:
-    """All rows of a model."""
-    url = server.wait()
+def measure(rows: Rows, folder: Path, size: str, url: str) -> None:
+    """The rows of a model."""
     for staleness in (0, 1):
         names: dict[str, Any] = {"model": size, "max_staleness": staleness}
         steps = 4 if size == "quick" else 5 + 2 * staleness
-        one = partial(run, folder, size, url, server.process.pid, staleness, steps)
-        rows.measure(names, one)
-    if "use_peft" not in FIELDS[size]:
-        of_server = partial(alone, folder, size, url, server.process.pid)
-        rows.measure({"model": size, "beside": "no training"}, of_server)
+        rows.measure(names, partial(run, folder, size, url, staleness, steps))
 
 
 def one_round(
@@ -354,7 +227,7 @@ def one_round(
         rows.add({"models": " ".join(servers), "waited_for_servers_s": waited_s})
 
         for size, server in servers.items():
-            measure(rows, folder / size, size, server)
+            measure(rows, folder / size, size, server.wait())
             if trl and size == sizes[0]:
                 rows.measure({"model": size, "trainer": "TRL"}, trl)
 
@@ -364,7 +237,6 @@ def main() -> None:
     parser = arguments(__doc__, "a tiny model, on a CPU, too")
     parser.add_argument("--models", default="0.6B,1.5B,4B")
     parser.add_argument("--together", action="store_true", help="start all servers at once")
-    parser.add_argument("--keep", type=Path, help="a folder for models, logs and runs, which stays")
     parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="of the server")
     args = parser.parse_args()
     rows = Rows(args.json)
@@ -376,11 +248,10 @@ def main() -> None:
         return
 
     sizes = ["quick"] if args.quick else args.models.split(",")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = args.keep or Path(temporary)
+    with tempfile.TemporaryDirectory() as folder:
         rounds = [sizes] if args.together else [[size] for size in sizes]
         for number, together in enumerate(rounds):
-            one_round(rows, folder, together, args.options, with_trl=number == 0)
+            one_round(rows, Path(folder), together, args.options, with_trl=number == 0)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface
 
 from benchmarks.common import (
     CPU_CLOCK,
+    MODELS,
     Rows,
     arguments,
     beside,
@@ -48,6 +49,7 @@ from benchmarks.common import (
     medians,
     memory_mb,
     ran,
+    random_model,
     report,
     reset_peak,
 )  # fmt: skip
@@ -56,24 +58,6 @@ from recipes.flash4 import use_flash_attention_4
 
 Groups = list[tuple[list[int], list[list[int]]]]
 
-SIZES: dict[str, dict[str, Any]] = {
-    "4 layers": {
-        "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32768,
-    },
-    "1.5B": {
-        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-        "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151936,
-    },
-    "8B": {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    },
-    "quick": {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024,
-    },
-}  # fmt: skip
 METHODS = ("padded", "packed", "grouper", "ours")
 # on a CPU: processes of (b) and (d), whose ratio is the finest; seconds that a process measures, once at least
 REPEATS = {"quick": (1, 0.0), "4 layers": (3, 15.0)}
@@ -109,14 +93,10 @@ def make_groups(shape: str, vocab: int) -> Groups:
 
 def make_model(size: str, device: torch.device) -> Any:
     """Random weights; bf16 with gradient checkpointing on a GPU, fp32 on a CPU."""
-    config = Qwen3Config(**SIZES[size], max_position_embeddings=32768, tie_word_embeddings=True)
-    config._attn_implementation = "sdpa"
-    torch.manual_seed(0)
-    with device:
-        torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
-        model = Qwen3ForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-    if device.type == "cuda":
+    is_cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    model = random_model(MODELS[size], device, dtype)
+    if is_cuda:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
@@ -245,38 +225,47 @@ LOGPROBS: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
+ATTENTIONS: dict[str, Callable[..., Any]] = {
+    "packed": _attention,
+    "ours": _attention,
+    "grouper": grouper_attention,
+}
+
+
+def timed(
+    method: str, model: Any, batches: Sequence[Any], device: torch.device, seconds: float
+) -> dict[str, Any]:
+    """Seconds and peak memory of forward and backward of all batches, after one to warm up; and all log-probs."""
+    found: list[float] = []
+
+    def run(some: Sequence[Any]) -> None:
+        model.zero_grad(set_to_none=True)
+        found.clear()
+        for batch in some:
+            logprobs = LOGPROBS[method](model, batch)
+            logprobs.sum().backward()
+            found.extend(logprobs.detach().tolist())
+
+    model.zero_grad(set_to_none=True)
+    before = memory_mb(device, "VmRSS")
+    reset_peak(device)
+    run(batches[:1])  # the kernels of these shapes
+    times = durations(partial(run, batches), device, seconds, 1)
+    peak = memory_mb(device, "VmHWM") - before
+    return {"seconds": median(times), "memory_mb": peak, "logprobs": found}
+
+
 def measure(method: str, size: str, shape: str, seconds: float, max_tokens: int) -> dict[str, Any]:
     """One method on one shape, in this process."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     model = make_model(size, device)
-    if method in ("packed", "ours"):
+    if method in ATTENTIONS:
         attach(model)
-    if method == "grouper":
-        AttentionInterface.register("grouper", grouper_attention)
-        model.set_attn_implementation("grouper")
-    before = memory_mb(device, "VmRSS")
-    vocab = SIZES[size]["vocab_size"]
-    batches = make_batches(method, make_groups(shape, vocab), max_tokens, device)
-
-    def step(batch: Any) -> Tensor:
-        logprobs = LOGPROBS[method](model, batch)
-        logprobs.sum().backward()
-        return logprobs.detach()
-
-    values: list[Tensor] = []
-
-    def all_batches() -> None:
-        model.zero_grad(set_to_none=True)
-        values[:] = [step(batch) for batch in batches]
-
-    step(batches[0])
-    times = durations(all_batches, device, seconds, 1)
-    return {
-        "seconds": median(times),
-        "memory_mb": memory_mb(device, "VmHWM") - before,
-        "logprobs": torch.cat(values).float().tolist(),
-    }
+        AttentionInterface.register(NAME, ATTENTIONS[method])
+    groups = make_groups(shape, MODELS[size]["vocab_size"])
+    batches = make_batches(method, groups, max_tokens, device)
+    return timed(method, model, batches, device, seconds)
 
 
 def flops_of(groups: Groups, size: str, share: bool) -> float:
@@ -291,7 +280,7 @@ def flops_of(groups: Groups, size: str, share: bool) -> float:
             tokens += own
             pairs += own * length + own * (own + 1) // 2
             predicted += len(ids)
-    return flops(SIZES[size], tokens, pairs, predicted)
+    return flops(MODELS[size], tokens, pairs, predicted)
 
 
 def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
@@ -312,7 +301,7 @@ def compared(
     size: str, shape: str, methods: Sequence[str], results: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """The row of a table, from each method's seconds, memory and log-probs."""
-    groups = make_groups(shape, SIZES[size]["vocab_size"])
+    groups = make_groups(shape, MODELS[size]["vocab_size"])
     row: dict[str, Any] = {
         f"{method}_s": results[method]["seconds"] for method in methods if method in results
     }
@@ -332,61 +321,34 @@ def compared(
 
 
 def compare_in_one_process(
-    size: str,
-    shapes: Sequence[str],
-    rows: Rows,
-    device: torch.device,
-    is_compiled: bool,
-    more: dict[str, str],
-) -> None:
-    """The methods on one attached model, shape by shape; `more` is said of every row."""
+    size: str, model: Any, shape: str, device: torch.device
+) -> dict[str, Any]:
+    """The methods on one attached model, one after the other."""
+    groups = make_groups(shape, MODELS[size]["vocab_size"])
+    results: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}  # why a rival has no figures: no package, no room for its logits
+    for method, attention in ATTENTIONS.items():
+        AttentionInterface.register(NAME, attention)
+        batches = make_batches(method, groups, BUDGETS[size], device)
+        try:
+            results[method] = timed(method, model, batches, device, 1.0)
+        except Exception as error:
+            if method in ("packed", "ours"):
+                raise
+            failed[f"{method}_error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return compared(size, shape, tuple(results), results) | failed
+
+
+def measure_size(size: str, shapes: Sequence[str], rows: Rows, more: dict[str, str]) -> None:
+    """A row for each shape on one model; `more` is said of every row."""
+    device = device_here()
     model = attach(make_model(size, device))
-    attentions: dict[str, Callable[..., Any]] = {
-        "packed": _attention,
-        "ours": _attention,
-        "grouper": grouper_attention,
-    }
-    if is_compiled:
+    if "layers" in more:
         for layer in model.model.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-    found: list[Tensor] = []
-
-    def run(method: str, batches: Sequence[Any]) -> None:
-        model.zero_grad(set_to_none=True)
-        found.clear()
-        for batch in batches:
-            logprobs = LOGPROBS[method](model, batch)
-            logprobs.sum().backward()
-            found.append(logprobs.detach())
-
-    def timed(method: str, batches: Sequence[Any]) -> dict[str, Any]:
-        run(method, batches[:1])  # the kernels of these shapes, and memory for the largest row
-        model.zero_grad(set_to_none=True)
-        before = memory_mb(device, "VmRSS")
-        reset_peak(device)
-        seconds = median(durations(partial(run, method, batches), device, 1.0, 1))
-        peak = memory_mb(device, "VmHWM") - before
-        return {"seconds": seconds, "memory_mb": peak, "logprobs": torch.cat(found).tolist()}
-
-    def measured(shape: str) -> dict[str, Any]:
-        groups = make_groups(shape, SIZES[size]["vocab_size"])
-        results: dict[str, dict[str, Any]] = {}
-        failed: dict[
-            str, str
-        ] = {}  # why a rival has no figures: no package, no room for its logits, ...
-        for method, attention in attentions.items():
-            AttentionInterface.register(NAME, attention)
-            batches = make_batches(method, groups, BUDGETS[size], device)
-            try:
-                results[method] = timed(method, batches)
-            except Exception as error:
-                if method in ("packed", "ours"):
-                    raise
-                failed[f"{method}_error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return compared(size, shape, tuple(results), results) | failed
-
     for shape in shapes:
-        rows.measure({"model": size, "shape": shape, **more}, partial(measured, shape))
+        one = partial(compare_in_one_process, size, model, shape, device)
+        rows.measure({"model": size, "shape": shape, **more}, one)
 
 
 def shapes_for_gpu(size: str) -> list[str]:
@@ -430,15 +392,14 @@ def main() -> None:
             commands[shape] = [*script, "--measure", *words]
         beside(args.against, commands, 1 if args.quick else 3, args.json)
         return
-    device = device_here()
-    if device.type == "cuda" or args.one_process:
+    if device_here().type == "cuda" or args.one_process:
         rows, more = Rows(args.json), {"layers": "compiled"} if args.compile else {}
         if args.flash4:
             use_flash_attention_4()
             more["kernels"] = "FlashAttention 4"
         for size in ["quick"] if args.quick else args.models.split(","):
             usual = ["128,32,4", "32,16,4,10"] if args.quick else shapes_for_gpu(size)
-            compare_in_one_process(size, args.shapes or usual, rows, device, args.compile, more)
+            measure_size(size, args.shapes or usual, rows, more)
         return
     table: list[dict[str, Any]] = []
     for size, shape, max_tokens in cases:

@@ -1,30 +1,33 @@
-"""Several ranks on this machine: train.py's modes, the group of weights, and members that are lost.
+"""train.py's modes on one and several ranks, the group of weights, and members that are lost; on one machine.
 
-    NCCL_LIBRARY=.../libnccl.so.2 python benchmarks/ranks.py [--json PATH] [--quick] [--parts transfer,modes,lost]
+    NCCL_LIBRARY=.../libnccl.so.2 python benchmarks/ranks.py [--json PATH] [--quick] [--parts single,transfer,modes,lost]
 
 Without enough GPUs for the ranks they share one over nccl, of which 2.30 or later is needed (`pip download
 nvidia-nccl-cu13==2.30.7`, unpacked); without any they run over gloo. Parts:
+  single    modes of one rank, against a stand-in for the server. Every run has the same random model, data, seeds and
+            answers, so that only the arithmetic differs from the reference, which is fp32 on one CPU rank (with LoRA for
+            the modes with LoRA, and so on). `*_difference` are the largest of all steps: of the loss (nats), and of the
+            gradient's norm, relative. `mismatch` is the mean difference of the trainer's log-probs from the stand-in's,
+            which computes in fp32 what it received (nats)
+  modes     the same on 2 and 4 ranks; these run side by side, so their seconds say nothing
   transfer  `WeightGroup` of a trainer and workers in processes of their own. `gb_per_s` are the trainer's bytes to two
             workers, of 8 buckets, the second time; `wrong` counts tensors that came with other bits. Then one member is
             killed or stopped in the middle, or while the group is made: `after_s` is when the other has its error, and
             `works_after` that its own collectives or its device still work
-  modes     as train_modes.py, on 2 and 4 ranks: differences from fp32 on one CPU rank. They run side by side: their
-            seconds say nothing
   lost      a rank of an FSDP2 run is killed or stopped: `ended_after_s` is when torchrun has ended all, to be compared
             with `collective_timeout`; `says` is what names the cause
 """
 
-import multiprocessing
 import os
+import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,26 +39,39 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import psutil
 import torch
 import torch.distributed as dist
+from launch import end_all, free_port, popen
 
-from benchmarks.common import Rows, Skipped, arguments, device_here, lines
-from benchmarks.local_server import stand_in
-from benchmarks.train_modes import (
-    FSDP_BF16,
-    FSDP_FP32,
-    LORA,
-    RECIPE,
-    References,
-    answer,
-    build_random,
-    command_of,
-    shares_one_gpu,
-    sharing_one_gpu,
-)
-from utils import die_with, process_group
+from benchmarks.common import Rows, Skipped, arguments, as_options, device_here, lines
+from benchmarks.local_server import apart, random_tiny, run_train, stand_in
+from utils import process_group
 from weights.group import Meeting, WeightGroup, packed
 
-SPAWN = multiprocessing.get_context("spawn")
-PARTS = ("transfer", "modes", "lost")
+PARTS = ("single", "transfer", "modes", "lost")
+Job = Callable[[], dict[str, Any]]
+
+# -- Several ranks on one GPU ----------------------------------------------------------------------
+
+
+def shares_one_gpu(num_ranks: int) -> bool:
+    """True where the ranks are more than the GPUs, which are not none.
+
+    Raises:
+        Skipped: nccl does not take them so.
+    """
+    if not 0 < torch.cuda.device_count() < num_ranks:
+        return False
+    if "NCCL_LIBRARY" not in os.environ:
+        raise Skipped(
+            f"needs {num_ranks} GPUs, or NCCL_LIBRARY=, the libnccl.so.2 of 2.30 or later"
+        )
+    return True
+
+
+def sharing_one_gpu() -> dict[str, str]:
+    """Variables for processes that are several ranks of one GPU."""
+    library = str(Path(os.environ["NCCL_LIBRARY"]).resolve(strict=True))
+    return {"LD_PRELOAD": library, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
 
 # -- The group of weights --------------------------------------------------------------------------
 
@@ -83,9 +99,8 @@ def first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:150]
 
 
-def lead(link: Any, world_size: int, backend: str, num_values: int, parent: int) -> None:
+def lead(link: Any, world_size: int, backend: str, num_values: int) -> None:
     """The trainer, which does what comes over the link and answers each command."""
-    die_with(parent)
     with process_group(60) as device:
         buckets = [weights_of(number, device, num_values) for number in range(NUM_BUCKETS)]
         limit = timedelta(seconds=TIMEOUT_S)
@@ -115,9 +130,8 @@ def lead(link: Any, world_size: int, backend: str, num_values: int, parent: int)
     os._exit(0)
 
 
-def follow(link: Any, rank: int, meeting: Meeting, num_values: int, parent: int) -> None:
+def follow(link: Any, rank: int, meeting: Meeting, num_values: int) -> None:
     """A worker, which tells what came until an error, and then whether its device works."""
-    die_with(parent)
     device = torch.device("cpu")
     if device_here().type == "cuda":
         has_own = torch.cuda.device_count() >= meeting.world_size
@@ -149,24 +163,16 @@ def follow(link: Any, rank: int, meeting: Meeting, num_values: int, parent: int)
 
 
 class Members:
-    """A trainer, member 0, and workers, in processes that end with this one."""
+    """A trainer, member 0, and workers, in processes that end with the block `started`."""
 
-    def __init__(self, num_workers: int, backend: str, num_values: int):
+    def __init__(self, started: ExitStack, num_workers: int, backend: str, num_values: int):
         self.workers = range(1, 1 + num_workers)
-        self.processes: list[Any] = []
-        self.links: list[Any] = []
-        self._start(lead, 1 + num_workers, backend, num_values)
-        meeting = self.heard(0)
+        members = [started.enter_context(apart(lead, 1 + num_workers, backend, num_values))]
+        meeting = members[0][0].recv()
         for rank in self.workers:
-            self._start(follow, rank, meeting, num_values)
-
-    def _start(self, target: Callable[..., None], *arguments: Any) -> None:
-        here, there = SPAWN.Pipe()
-        process = SPAWN.Process(target=target, args=(there, *arguments, os.getpid()), daemon=True)
-        process.start()
-        there.close()
-        self.processes.append(process)
-        self.links.append(here)
+            members.append(started.enter_context(apart(follow, rank, meeting, num_values)))
+        self.links = [link for link, _ in members]
+        self.processes = [process for _, process in members]
 
     def heard(self, rank: int, timeout_s: float = 90.0) -> Any:
         """The next thing that a member says."""
@@ -192,19 +198,12 @@ class Members:
         os.kill(self.processes[rank].pid, number)
         return time.monotonic()
 
-    def end(self) -> None:
-        """End all."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
-
 
 @contextmanager
 def members(num_workers: int, backend: str, num_values: int, is_met: bool = True) -> Iterator[Any]:
     """Members, who have met unless they are to be asked to."""
-    group = Members(num_workers, backend, num_values)
-    try:
+    with ExitStack() as started:
+        group = Members(started, num_workers, backend, num_values)
         for rank in group.workers:
             group.until(rank, "meets")
         if is_met:
@@ -212,8 +211,6 @@ def members(num_workers: int, backend: str, num_values: int, is_met: bool = True
             if error:
                 raise RuntimeError(error)
         yield group
-    finally:
-        group.end()
 
 
 def speed(backend: str, num_workers: int, num_values: int) -> dict[str, Any]:
@@ -285,121 +282,170 @@ def lost_in_meeting(backend: str, number: int, num_values: int) -> dict[str, Any
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
-def transfers(is_quick: bool) -> list[tuple[dict[str, Any], Callable[[], dict[str, Any]], bool]]:
-    """Names, what measures, and whether it must run alone."""
+def transfers(is_quick: bool) -> dict[str, Job]:
+    """What measures each case; those of speed, which run alone, come first."""
     num_values = 1 << 20 if is_quick else 1 << 26
     num_few = num_values if is_quick else 1 << 24  # where several cases run side by side
-    is_cuda = device_here().type == "cuda"
-    backend = "nccl" if is_cuda else "gloo"
-    jobs: list[tuple[str, Callable[[], dict[str, Any]], bool]] = [
-        ("speed", partial(speed, backend, 2, num_values), True)
-    ]
+    backend = "nccl" if device_here().type == "cuda" else "gloo"
+    jobs: dict[str, Job] = {"speed": partial(speed, backend, 2, num_values)}
     if torch.cuda.device_count() == 1:
-        jobs.append(("speed, ipc", partial(speed, "ipc", 1, num_values), True))
+        jobs["speed, ipc"] = partial(speed, "ipc", 1, num_values)
     for verb, number in SIGNALS.items():
-        jobs.append((f"worker {verb}", partial(lost_worker, backend, number, num_few), False))
-        jobs.append(
-            (f"trainer {verb}", partial(lost_trainer, backend, number, num_few, None), False)
-        )
-    if not is_quick:
-        for verb, number in SIGNALS.items():
-            of_worker = partial(lost_in_meeting, backend, number, num_few)
-            jobs.append((f"worker {verb} in meeting", of_worker, False))
-            for wait_s in (0.0, 0.05, 0.2, 0.5):
-                of_trainer = partial(lost_trainer, backend, number, num_few, wait_s)
-                jobs.append((f"trainer {verb} {wait_s:g} s into meeting", of_trainer, False))
+        lost = (backend, number, num_few)
+        jobs[f"worker {verb}"] = partial(lost_worker, *lost)
+        jobs[f"trainer {verb}"] = partial(lost_trainer, *lost, None)
+        if not is_quick:
+            jobs[f"worker {verb} in meeting"] = partial(lost_in_meeting, *lost)
+            jobs[f"trainer {verb} in meeting"] = partial(lost_trainer, *lost, 0.05)
 
-    def checked(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if is_cuda:
-            shares_one_gpu(3)
-        return job()
+    def checked(job: Job) -> dict[str, Any]:
+        shares_one_gpu(3)
+        return {"backend": backend, **job()}
 
-    return [
-        ({"part": "transfer", "case": case, "backend": backend}, partial(checked, job), is_alone)
-        for case, job, is_alone in jobs
-    ]
+    return {case: partial(checked, job) for case, job in jobs.items()}
 
 
 # -- Modes of train.py -----------------------------------------------------------------------------
 
-TWICE = {"bf16": False, "num_minibatches": 2, "beta": 0.05}
-MODES: dict[str, tuple[int, dict[str, Any]]] = {
-    "DDP fp32": (2, {"bf16": False}),
-    "FSDP2 fp32": (2, FSDP_FP32),
-    "DDP bf16": (4, {"bf16": True}),
-    "HSDP fp32, shards of 2": (4, {**FSDP_FP32, "fsdp_shard_size": 2}),
-    "FSDP2 fsdp_bf16": (4, FSDP_BF16),
-    "FSDP2 fp32, offload": (2, {**FSDP_FP32, "fsdp_offload": True}),
-    "LoRA DDP bf16": (2, {**LORA, "bf16": True}),
-    "LoRA FSDP2 fp32": (2, {**LORA, **FSDP_FP32}),
-    "LoRA FSDP2 fsdp_bf16": (4, {**LORA, **FSDP_BF16}),
-    "DDP fp32, 2 mini-batches, beta": (2, TWICE),
+RECIPE = """
+import random
+from config import TrainConfig
+def rows():
+    rng = random.Random(0)
+    return [{{"prompt": "".join(rng.choices("0123456789", k=48)) + "="}} for _ in range(64)]
+def mean_id(completion_ids, **_):
+    return [sum(ids) / len(ids) / 50 for ids in completion_ids]
+config = TrainConfig(
+    model_id={model!r}, vllm_urls=[{url!r}], dataset_id=rows, reward_funcs=[mean_id], max_completion_len=16,
+    batch_size=8, num_generations=8, num_iterations=2, learning_rate=1e-3, max_staleness=0, log_steps=1,
+    reward_workers=1, no_apply_chat_template=True, max_tokens_per_gpu=1024, server_timeout=60,
+)
+"""
+LORA = {"use_peft": True, "lora_rank": 8}
+FSDP_FP32 = {"use_fsdp": True, "fsdp_bf16": False, "bf16": False}
+FSDP_BF16 = {"use_fsdp": True, "fsdp_bf16": True, "bf16": False}
+# By ranks. `bf16` is always given, as its default depends on the device; the first of a number runs with --quick, too.
+MODES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "FSDP2 fp32": FSDP_FP32,
+        "fp32": {"bf16": False},
+        "bf16": {"bf16": True},
+        "FSDP2 fsdp_bf16": FSDP_BF16,
+        "LoRA bf16": {**LORA, "bf16": True},
+        "LoRA fsdp_bf16": {**LORA, **FSDP_BF16},
+        "bf16, 8-bit moments": {"bf16": True, "adam_8bit": True},
+    },
+    2: {
+        "LoRA FSDP2 fp32": {**LORA, **FSDP_FP32},
+        "DDP fp32": {"bf16": False},
+        "FSDP2 fp32": FSDP_FP32,
+        "FSDP2 fp32, offload": {**FSDP_FP32, "fsdp_offload": True},
+        "LoRA DDP bf16": {**LORA, "bf16": True},
+        "DDP fp32, 2 mini-batches, beta": {"bf16": False, "num_minibatches": 2, "beta": 0.05},
+    },
+    4: {
+        "HSDP fp32, shards of 2": {**FSDP_FP32, "fsdp_shard_size": 2},
+        "DDP bf16": {"bf16": True},
+        "FSDP2 fsdp_bf16": FSDP_BF16,
+        "LoRA FSDP2 fsdp_bf16": {**LORA, **FSDP_BF16},
+    },
 }
-QUICK = ("DDP fp32", "LoRA FSDP2 fp32")
+KEPT_BY_REFERENCES = ("use_peft", "lora_rank", "adam_8bit", "num_minibatches", "beta")  # fields
+
+
+def answer(prompt_ids: list[int], number: int) -> tuple[list[int], float]:
+    """4 to 16 tokens that depend on nothing but prompt and number, at once."""
+    rng = random.Random(1000 * sum(prompt_ids) + number)
+    return [rng.randrange(5, 90) for _ in range(rng.randrange(4, 17))], 0.0
+
+
+def command_of(
+    folder: Path, model: str, url: str, num_ranks: int, fields: Mapping[str, Any]
+) -> tuple[list[str], dict[str, str]]:
+    """The arguments of python and the variables of a run in a folder; on the CPU without ranks."""
+    recipe = folder / "recipe_of_ranks.py"
+    recipe.write_text(RECIPE.format(model=model, url=url))
+    command = []
+    env = {"OMP_NUM_THREADS": "1"}
+    if num_ranks > 1:
+        command += ["-m", "torch.distributed.run"]
+        command += [f"--nproc_per_node={num_ranks}", f"--master_port={free_port()}"]
+    if num_ranks == 0:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    elif shares_one_gpu(num_ranks):
+        command.append(str(ROOT / "benchmarks" / "on_one_gpu.py"))
+        env |= sharing_one_gpu()
+    fields = {**fields, "output_dir": folder}
+    return [*command, str(ROOT / "train.py"), str(recipe), *as_options(fields)], env
+
+
+def train(folder: Path, model: str, num_ranks: int, fields: Mapping[str, Any]) -> list[Any]:
+    """The metrics of each step of a run of train.py; on the CPU without ranks.
+
+    Raises:
+        RuntimeError: the run failed; the message is the end of what it printed.
+    """
+    with stand_in(model, answer) as (url, _), tempfile.TemporaryDirectory(dir=folder) as name:
+        own = Path(name)
+        command, env = command_of(own, model, url, num_ranks, fields)
+        run_train(command, own / "log", env)
+        return [row for row in lines(own / "metrics.jsonl") if "loss" in row]
+
+
+def of_reference(fields: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    """The fields that a mode's reference has, too, with their values."""
+    return frozenset((name, fields[name]) for name in KEPT_BY_REFERENCES if name in fields)
+
+
+def compared(run: Callable[[], list[Any]], reference: Future[list[Any]]) -> dict[str, Any]:
+    """The largest differences of a run from its reference, and seconds of its steps after the first."""
+    rows = run()
+    pairs = list(zip(rows, reference.result(), strict=True))
+    norms = [(row["grad_norm"], other["grad_norm"]) for row, other in pairs]
+    return {
+        "steps": len(rows),
+        "loss_difference": max(abs(row["loss"] - other["loss"]) for row, other in pairs),
+        "grad_norm_difference": max(abs(a - b) / b for a, b in norms),
+        "mismatch": max(row["sampling/sampling_logp_difference/mean"] for row in rows),
+        "train_s": min(row["time/train_s"] for row in rows),
+        "sync_s": min(row["time/sync_s"] for row in rows),
+    }
 
 
 # -- A rank that is lost ---------------------------------------------------------------------------
 
 
-def ranks_of(torchrun: psutil.Process) -> dict[str, psutil.Process]:
-    """The processes of torchrun's ranks, by rank."""
-    return {process.environ()["RANK"]: process for process in torchrun.children()}
-
-
-def lost_rank(folder: Path, model: str, rank: str, number: int, timeout_s: int) -> dict[str, Any]:
+def lost_rank(folder: Path, model: str, rank: str, number: int) -> dict[str, Any]:
     """A rank of FSDP2 on 2 ranks gets the signal after its third step."""
-    with (
-        stand_in(model, answer) as (url, _),
-        tempfile.TemporaryDirectory(dir=folder) as own,
-        tempfile.TemporaryFile("w+") as log,
-    ):
-        recipe, output = Path(own) / "recipe_of_ranks.py", Path(own) / "output"
-        recipe.write_text(RECIPE.format(model=model, url=url, steps=100_000))
-        fields = {
-            **FSDP_FP32, "collective_timeout": timeout_s, "output_dir": output, "log_steps": 1,
-        }  # fmt: skip
-        command, env = command_of(recipe, fields, num_ranks=2)
-        process = psutil.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=env, text=True,
-            preexec_fn=partial(die_with, os.getpid()),
-        )  # fmt: skip
+    timeout_s = 20
+    fields = {**FSDP_FP32, "collective_timeout": timeout_s, "max_steps": 100_000}
+    with stand_in(model, answer) as (url, _), tempfile.TemporaryDirectory(dir=folder) as name:
+        own = Path(name)
+        log = own / "log"
+        command, env = command_of(own, model, url, 2, fields)
+        process = popen([sys.executable, *command], log, {**os.environ, **env})
         try:
             deadline_s = time.monotonic() + 120
-            while len(lines(output / "metrics.jsonl")) < 3:
+            while len(lines(own / "metrics.jsonl")) < 3:
                 if process.poll() is not None or time.monotonic() > deadline_s:
-                    log.seek(0)
-                    raise RuntimeError(f"no third step: {log.read()[-250:]}")
+                    raise RuntimeError(f"no third step: {log.read_text()[-250:]}")
                 time.sleep(0.2)
-            ranks = ranks_of(process)
-            ranks[rank].send_signal(number)
+            for child in psutil.Process(process.pid).children():
+                if child.environ()["RANK"] == rank:
+                    child.send_signal(number)
             moment_s = time.monotonic()
-            other = ranks["0" if rank == "1" else "1"]
-            found: dict[str, Any] = {"collective_timeout_s": timeout_s}
-            while process.poll() is None and time.monotonic() < moment_s + timeout_s + 150:
-                if "other_ended_after_s" not in found and not is_running(other):
-                    found["other_ended_after_s"] = time.monotonic() - moment_s
-                time.sleep(0.1)
-            found["ended_after_s"] = time.monotonic() - moment_s
-            if process.poll() is None:
-                raise RuntimeError(f"it has not ended after {found['ended_after_s']:.0f} s")
+            status = process.wait(timeout_s + 150)
+            ended_after_s = time.monotonic() - moment_s
         finally:
-            with suppress(psutil.NoSuchProcess):
-                for child in process.children():
-                    child.kill()
-            process.kill()
-            process.wait()
-        log.seek(0)
-        text = log.read()
-        causes = re.findall(r".*(?:Watchdog caught|imed out|exitcode|another rank ended).*", text)
-        says = [" ".join(cause.split())[:240] for cause in causes[:6]]
-        return {**found, "status": process.returncode, "says": says}
-
-
-def is_running(process: psutil.Process) -> bool:
-    """False for a process that has ended, even if nobody has taken note."""
-    with suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
+            end_all([process])
+        causes = r".*(?:Watchdog caught|imed out|exitcode|another rank ended).*"
+        found = re.findall(causes, log.read_text())
+    return {
+        "collective_timeout_s": timeout_s,
+        "ended_after_s": ended_after_s,
+        "status": status,
+        "says": [" ".join(cause.split())[:240] for cause in found[:6]],
+    }
 
 
 # -- All of it -------------------------------------------------------------------------------------
@@ -422,27 +468,42 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max(1, cores // 2)) as pool:
         folder = Path(name)
-        model = build_random(folder / "model")
-        jobs: list[tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = []
+        model = random_tiny(folder / "model", sharper=3)
+        waiting: list[tuple[dict[str, Any], Future[dict[str, Any]]]] = []
+
+        def measure(names: dict[str, Any], job: Job, is_alone: bool) -> None:
+            if is_alone:
+                rows.measure(names, job)
+            else:
+                waiting.append((names, pool.submit(job)))
+
+        names: dict[str, Any]
         if "transfer" in parts:
-            for names, job, is_alone in transfers(args.quick):
-                if is_alone:
-                    rows.measure(names, job)
-                else:
-                    jobs.append((names, job))
+            for case, job in transfers(args.quick).items():
+                names = {"part": "transfer", "case": case}
+                measure(names, job, is_alone=case.startswith("speed"))
         if "lost" in parts and not args.quick:
             for verb, number in SIGNALS.items():
                 for rank in ("0", "1"):
                     names = {"part": "lost", "case": f"rank {rank} of FSDP2 {verb}"}
-                    jobs.append((names, partial(lost_rank, folder, model, rank, number, 20)))
-        if "modes" in parts:
-            references = References(folder, model, 2 if args.quick else 4)
-            for mode in QUICK if args.quick else MODES:
-                names = {"part": "mode", "mode": mode, "ranks": MODES[mode][0]}
-                jobs.append((names, partial(references.compared, *MODES[mode])))
-        runs = [(names, pool.submit(job)) for names, job in jobs]
-        for names, run in runs:
-            rows.measure(names, run.result)
+                    measure(names, partial(lost_rank, folder, model, rank, number), False)
+
+        steps = {"max_steps": 2 if args.quick else 4}
+        references: dict[frozenset[tuple[str, Any]], Future[list[Any]]] = {}
+        for num_ranks, modes in MODES.items():
+            is_single = num_ranks == 1
+            if ("single" if is_single else "modes") not in parts:
+                continue
+            for mode, fields in list(modes.items())[: 1 if args.quick else None]:
+                kept = of_reference(fields)
+                if kept not in references:
+                    on_cpu = {**dict(kept), **steps, "bf16": False}
+                    references[kept] = pool.submit(train, folder, model, 0, on_cpu)
+                run = partial(train, folder, model, num_ranks, {**fields, **steps})
+                names = {"part": "mode", "mode": mode, "ranks": num_ranks}
+                measure(names, partial(compared, run, references[kept]), is_single)
+        for names, found in waiting:
+            rows.measure(names, found.result)
 
 
 if __name__ == "__main__":

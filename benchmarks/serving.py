@@ -33,17 +33,6 @@ SEQUENCES = (16, 128, 512)
 WARM_UP_S, MEASURED_S = 4.0, 12.0
 
 
-def build(folder: Path) -> None:
-    """A random model of the tiny recipe's shape, with its tokenizer."""
-    import torch
-    from build_tiny import build_model, build_tokenizer
-
-    torch.manual_seed(0)
-    tokenizer = build_tokenizer()
-    build_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 # -- In a process of its own, for one checkout -----------------------------------------------------
 
 
@@ -187,6 +176,7 @@ def main() -> None:
 
     sys.path[:0] = [str(HERE), str(HERE / "scripts")]
     from benchmarks.common import arguments, by_turns, medians, report
+    from benchmarks.local_server import random_tiny
 
     parser = arguments(__doc__, "16 sequences, once, in a minute", "the servers")
     parser.add_argument("--length", type=int, default=96, help="tokens of a completion")
@@ -197,7 +187,7 @@ def main() -> None:
     if args.quick:
         args.repeats, args.sequences, seconds = 1, [SEQUENCES[0]], 3.0
     with tempfile.TemporaryDirectory() as folder:
-        build(Path(folder))
+        random_tiny(Path(folder))
         words = [__file__, "--child", folder, args.length, seconds, *args.sequences]
         found = by_turns(words, args.against, args.repeats)
 

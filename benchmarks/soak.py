@@ -1,6 +1,6 @@
 """A long run: does anything grow?
 
-    python benchmarks/soak.py [--json PATH] [--quick] [--parts stand-in,server] [--keep FOLDER]
+    python benchmarks/soak.py [--json PATH] [--quick] [--parts stand-in,server]
 
 The tiny recipe with batches of 8 prompts: 2,000 steps against a stand-in for the server, then 500 with the real one,
 both asynchronous, with evaluations and checkpoints. Every half second each process is looked at from outside: resident
@@ -9,9 +9,6 @@ steps 100 to 200 with those over the last 100; `growth_percent` is that of memor
 """
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,25 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import psutil
-import torch
-from build_tiny import build_model, build_tokenizer, problems
+from build_tiny import problems
 
-from benchmarks.common import Rows, arguments, as_options, lines, median
-from benchmarks.local_server import local_server, stand_in
-from utils import die_with
-
-KINDS = ("rss_mb", "threads", "files", "sockets")
-
-
-def build(folder: Path) -> None:
-    """A random model of the tiny recipe's shape, and its data."""
-    torch.manual_seed(0)
-    tokenizer = build_tokenizer()
-    build_model(tokenizer).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    for name, count, held_out in (("train", 4096, False), ("heldout", 64, True)):
-        rows = [json.dumps(row) + "\n" for row in problems(count, held_out=held_out, seed=0)]
-        (folder / f"{name}.jsonl").write_text("".join(rows))
+from benchmarks.common import Rows, arguments, as_options, lines, median, medians
+from benchmarks.local_server import local_server, random_tiny, run_train, stand_in
 
 
 def answer(prompt_ids: list[int], number: int) -> tuple[list[int], float]:
@@ -61,19 +43,14 @@ def real(folder: Path) -> Iterator[tuple[str, int]]:
         yield server.wait(), server.process.pid
 
 
-# -- What is seen from outside ---------------------------------------------------------------------
-
-
 def seen(processes: list[psutil.Process]) -> dict[str, float]:
     """Memory, threads, open files and sockets of processes together."""
-    sums = dict.fromkeys(KINDS, 0.0)
-    for process in processes:
-        with process.oneshot():
-            sums["rss_mb"] += process.memory_info().rss / 1e6
-            sums["threads"] += process.num_threads()
-            sums["files"] += process.num_fds()
-            sums["sockets"] += len(process.net_connections("all"))
-    return sums
+    return {
+        "rss_mb": sum(process.memory_info().rss for process in processes) / 1e6,
+        "threads": sum(process.num_threads() for process in processes),
+        "files": sum(process.num_fds() for process in processes),
+        "sockets": sum(len(process.net_connections("all")) for process in processes),
+    }
 
 
 def look(trainer: int, server: int) -> dict[str, dict[str, float]]:
@@ -86,29 +63,13 @@ def look(trainer: int, server: int) -> dict[str, dict[str, float]]:
     }
 
 
-def watch(
-    process: Any, server: int, output: Path, interval_s: float
-) -> list[tuple[int, dict[str, dict[str, float]]]]:
-    """The step and what is seen, time and again until the run ends."""
-    samples = []
-    while process.poll() is None:
-        time.sleep(interval_s)
-        metrics = output / "metrics.jsonl"
-        step = metrics.read_text().count('"time/step_s"') if metrics.exists() else 0
-        with suppress(psutil.Error):  # the trainer or one of its workers has ended
-            samples.append((step, look(process.pid, server)))
-    return samples
-
-
-# -- Runs ------------------------------------------------------------------------------------------
-
-
 def run(rows: Rows, folder: Path, part: str, steps: int) -> dict[str, Any]:
-    """A run's rows; returns the seconds of its steps."""
+    """Add a row for each role of a run; returns the seconds of its steps."""
     output = folder / f"run-{part}"
     serving: Any = real(folder)
     if part == "stand-in":
         serving = stand_in(str(folder / "model"), answer)
+    samples: list[tuple[int, dict[str, dict[str, float]]]] = []  # what is seen, with the step
     with serving as (url, server):
         fields = {
             "model_id": folder / "model", "dataset_id": folder / "train.jsonl",
@@ -116,26 +77,25 @@ def run(rows: Rows, folder: Path, part: str, steps: int) -> dict[str, Any]:
             "keep_last_n": 2, "batch_size": 8, "max_steps": steps, "learning_rate": 1e-5,
             "parts": "recipes.replay.save", "vllm_urls": url, "output_dir": output, "server_timeout": 60,
         }  # fmt: skip
-        command = [sys.executable, "train.py", "recipes/tiny.py", *as_options(fields)]
-        with (folder / f"{part}.log").open("w") as log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                preexec_fn=partial(die_with, os.getpid()),
-            )  # fmt: skip
-            samples = watch(process, server, output, 0.5 if steps > 100 else 0.05)
-        if process.returncode:
-            text = (folder / f"{part}.log").read_text()
-            raise RuntimeError(" ".join(text.split())[-280:])
+
+        def watch(process: Any) -> None:
+            time.sleep(0.5 if steps > 100 else 0.05)
+            metrics = output / "metrics.jsonl"
+            step = metrics.read_text().count('"time/step_s"') if metrics.exists() else 0
+            with suppress(psutil.Error):  # the trainer or one of its workers has ended
+                samples.append((step, look(process.pid, server)))
+
+        recipe = str(ROOT / "recipes" / "tiny.py")
+        command = [str(ROOT / "train.py"), recipe, *as_options(fields)]
+        run_train(command, folder / f"{part}.log", {"OMP_NUM_THREADS": "1"}, watch)
 
     span = min(100, steps // 4)
-    early = [sample for sample in samples if span <= sample[0] < 2 * span]
-    late = [sample for sample in samples if steps - span <= sample[0] < steps]
+    spans = {"early": range(span, 2 * span), "late": range(steps - span, steps)}
     for role in samples[-1][1]:
         row: dict[str, Any] = {"part": part, "role": role}
-        for kind in KINDS:
-            row[f"{kind}_early"] = median([sample[1][role][kind] for sample in early])
-            row[f"{kind}_late"] = median([sample[1][role][kind] for sample in late])
+        for when, of_steps in spans.items():
+            found = medians([look[role] for step, look in samples if step in of_steps])
+            row |= {f"{kind}_{when}": value for kind, value in found.items()}
         row["growth_percent"] = 100 * (row["rss_mb_late"] / row["rss_mb_early"] - 1)
         rows.add(row)
 
@@ -153,19 +113,19 @@ def main() -> None:
     """Command line."""
     parser = arguments(__doc__, "40 steps against the stand-in")
     parser.add_argument("--parts", default="stand-in,server")
-    parser.add_argument("--keep", type=Path, help="a folder for the run, which is kept")
     args = parser.parse_args()
     rows = Rows(args.json)
-    folder = args.keep or Path(tempfile.mkdtemp())
-    try:
-        build(folder)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        random_tiny(folder / "model")
+        for file, count, held_out in (("train", 4096, False), ("heldout", 64, True)):
+            texts = [json.dumps(row) + "\n" for row in problems(count, held_out, seed=0)]
+            (folder / f"{file}.jsonl").write_text("".join(texts))
+
         steps = {"stand-in": 2000, "server": 500}
         for part in ["stand-in"] if args.quick else args.parts.split(","):
             one = partial(run, rows, folder, part, 40 if args.quick else steps[part])
             rows.measure({"part": part}, one)
-    finally:
-        if not args.keep:
-            shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ peak rises in a sync; `largest_tensor_mb` and `bucket_mb` stand beside it.
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
+import torch.distributed as dist
 from build_tiny import build, build_tokenizer, problems
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.common import arguments, beside, median, memory_mb, report, reset_peak
-from benchmarks.local_server import local_server
-from benchmarks.sync import PlainBroadcast
+from benchmarks.common import arguments, beside, median, memory_mb, random_model, report, reset_peak
+from benchmarks.local_server import apart, local_server
 from config import TrainConfig
 from recipes.rewards import exact_match
 from rollouts.rollouts import Rollouts
@@ -35,23 +37,47 @@ from utils import process_group, timed
 from weights.group import BUCKET_BYTES
 from weights.publish import published_weights
 
+TIMEOUT_S = 600.0  # of a plain broadcast
+
+
+def receive(link: Any, port: int, num_bytes: int, repeats: int) -> None:
+    """The other end of a plain broadcast."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    group: Any = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=TIMEOUT_S))
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    for _ in range(repeats):
+        group.broadcast([data], dist.BroadcastOptions()).wait()
+    link.recv()  # never comes
+
+
+@contextmanager
+def plain_broadcast(num_bytes: int, repeats: int) -> Iterator[Callable[[], float]]:
+    """What sends as many bytes over gloo to another process, `repeats` times and no less, and returns the seconds."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with apart(receive, store.port, num_bytes, repeats):
+        group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=TIMEOUT_S))
+        data = torch.zeros(num_bytes, dtype=torch.uint8)
+
+        def send() -> float:
+            started_s = time.perf_counter()
+            group.broadcast([data], dist.BroadcastOptions()).wait()
+            return time.perf_counter() - started_s
+
+        yield send
+
 
 def build_random(path: Path, hidden: int, layers: int) -> None:
-    """A random Qwen3 with the tiny recipe's tokenizer and a 8192-row embedding: 350 MB at 1024 x 6."""
-    config = Qwen3Config(
-        vocab_size=8192,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        head_dim=64,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    """A random Qwen3 with the tiny recipe's tokenizer and a 8192-row embedding: 350 MB at 1024 x 6.
+
+    Its weights have the digits of bf16, as those of most checkpoints.
+    """
+    shape = {
+        "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64, "vocab_size": 8192,
+    }  # fmt: skip
+    fields = {"max_position_embeddings": 128, "eos_token_id": 2}
+    model = random_model(shape, torch.device("cpu"), torch.bfloat16, **fields)
+    model.float().save_pretrained(path)
     build_tokenizer().save_pretrained(path)
 
 
@@ -122,17 +148,17 @@ def sync_against_broadcast(
     rollouts: Rollouts, policy: Any, num_bytes: int, repeats: int, version: int
 ) -> dict[str, float]:
     """Medians of `repeats` syncs and as many plain gloo broadcasts of their bytes, in turn, and the sync's memory."""
-    plain = PlainBroadcast(num_bytes, repeats)
     cpu = torch.device("cpu")
     syncs, plains, memory = [], [], []
-    for repeat in range(repeats):
-        reset_peak(cpu)
-        before = memory_mb(cpu, "VmRSS")
-        started = time.perf_counter()
-        rollouts.publish(policy, version + repeat + 1)
-        syncs.append(time.perf_counter() - started)
-        memory.append(memory_mb(cpu, "VmHWM") - before)
-        plains.append(plain.send())
+    with plain_broadcast(num_bytes, repeats) as send_plain:
+        for repeat in range(repeats):
+            reset_peak(cpu)
+            before = memory_mb(cpu, "VmRSS")
+            started = time.perf_counter()
+            rollouts.publish(policy, version + repeat + 1)
+            syncs.append(time.perf_counter() - started)
+            memory.append(memory_mb(cpu, "VmHWM") - before)
+            plains.append(send_plain())
     ratio = median([sync / plain_s for sync, plain_s in zip(syncs, plains, strict=True)])
     return {
         "extra_sync_s": median(syncs),

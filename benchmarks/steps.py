@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import (
+    MODELS,
     Rows,
     arguments,
     durations,
@@ -36,6 +36,7 @@ from benchmarks.common import (
     median,
     memory_mb,
     peak_flops,
+    random_model,
     reset_peak,
 )
 from config import TrainConfig
@@ -48,20 +49,6 @@ from training.model import parallelize
 from training.optimizer import build_optimizer
 from utils import process_group
 
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-0.6B": {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    },
-    "Qwen3-4B": {
-        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    },
-    "quick": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
-    },
-}  # fmt: skip
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "fsdp_bf16": {"bf16": False, "use_fsdp": True, "fsdp_bf16": True},
@@ -86,10 +73,10 @@ class Case(NamedTuple):
 FULL = ("bf16", "bf16, compiled", "fsdp_bf16, compiled")
 LORA = ("bf16 weights", "bf16 weights, compiled", "fsdp_bf16, compiled")
 CASES = (
-    Case("Qwen3-0.6B", False, 16384, FULL, 1.99, 11.1, 12.5),
-    Case("Qwen3-4B", True, 16384, LORA, 5.26, 21.7, 23.3),
-    Case("Qwen3-0.6B", True, 16384, LORA, 2.45, None, 5.1),
-    Case("Qwen3-4B", True, 65536, LORA[1:2], 31.5, 37.4, 42.0),
+    Case("0.6B", False, 16384, FULL, 1.99, 11.1, 12.5),
+    Case("4B", True, 16384, LORA, 5.26, 21.7, 23.3),
+    Case("0.6B", True, 16384, LORA, 2.45, None, 5.1),
+    Case("4B", True, 65536, LORA[1:2], 31.5, 37.4, 42.0),
 )
 QUICK = (
     Case("quick", False, 256, ("bf16", "fsdp_bf16")),
@@ -107,18 +94,8 @@ def make_config(is_lora: bool, mode: str) -> TrainConfig:
 
 def make_policy(model: str, config: TrainConfig, device: torch.device) -> Any:
     """What `build_policy` makes, of random weights, which are made on the device; attention is ours."""
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, config.dtype))
-    try:
-        with device:
-            network: Any = Qwen3ForCausalLM(
-                Qwen3Config(
-                    **MODELS[model], max_position_embeddings=1 << 17, tie_word_embeddings=True
-                )
-            )
-    finally:
-        torch.set_default_dtype(before)
+    dtype = getattr(torch, config.dtype)
+    network = random_model(MODELS[model], device, dtype, max_position_embeddings=1 << 17)
     policy = add_lora(network, config) if config.use_peft else network
     return attach(parallelize(policy, config, device))
 
@@ -207,7 +184,10 @@ def main() -> None:
     with process_group(600) as device:
         for case in QUICK if args.quick else CASES:
             for mode in case.modes:
-                names = {"model": case.model, "method": "LoRA r16" if case.is_lora else "full"}
+                names = {
+                    "model": f"Qwen3-{case.model}",
+                    "method": "LoRA r16" if case.is_lora else "full",
+                }
                 names |= {"tokens": f"{NUM_ROWS} x {case.num_tokens}", "mode": mode}
                 rows.measure(names, partial(measure, case, mode, device))
 

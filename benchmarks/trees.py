@@ -12,8 +12,7 @@ A step is forward, entropies, a policy-gradient loss and backward of all rows, n
                 gathers keys and values along each segment's path, and calls FlashAttention 3 on them, which comes from
                 the hub through the package kernels. Without that, torch's FlashAttention 2 takes its place (`kernel`
                 says so), and on a CPU a loop over the segments.
-  ours          `pack`, `attach`, `completion_logprobs`, with torch's FlashAttention 2; `flash4` with
-                recipes/flash4.py, where vLLM for GPUs is installed
+  ours          `pack`, `attach`, `completion_logprobs`, with torch's FlashAttention 2
 `s` is the median of steps after one that warms up, `mb` the peak above the model's memory, `tokens` what is forwarded.
 `mean_error` and `max_error` are those of log-probs, in nats, from the same weights in fp32, each sequence alone.
 """
@@ -21,10 +20,10 @@ A step is forward, entropies, a policy-gradient loss and backward of all rows, n
 import os
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +36,7 @@ from torch.nn import functional as F
 
 from benchmarks.branching import Pairs, make_job
 from benchmarks.common import (
+    MODELS,
     Rows,
     Skipped,
     arguments,
@@ -46,7 +46,7 @@ from benchmarks.common import (
     memory_mb,
     reset_peak,
 )
-from benchmarks.prefix_attention import SIZES, make_groups, make_model
+from benchmarks.prefix_attention import make_groups, make_model
 from prefix_attention import attach, completion_logprobs, pack
 
 BUDGET = {False: 16384, True: 1024}  # tokens of a row; of --quick
@@ -113,13 +113,6 @@ def one_by_one(
     return torch.cat(parts)
 
 
-class Kernel:
-    """A namespace as TRL's package of kernels gives it."""
-
-    def __init__(self, function: Callable[..., Tensor]):
-        self.flash_attn_varlen_func = function
-
-
 @cache
 def use_a_kernel_that_is_here(device: torch.device) -> str:
     """Let TRL's tree attention run on this machine; returns the kernel's name."""
@@ -131,7 +124,8 @@ def use_a_kernel_that_is_here(device: torch.device) -> str:
         return "FlashAttention 3"
     except Exception:  # whatever the package or the hub raises, without which the others are here
         is_gpu = device.type == "cuda"
-    kernel = Kernel(flash_2 if is_gpu else one_by_one)
+    function = flash_2 if is_gpu else one_by_one
+    kernel = SimpleNamespace(flash_attn_varlen_func=function)
     packing._flash_attn = lambda: kernel
     return "FlashAttention 2" if is_gpu else "a loop over segments"
 
@@ -184,8 +178,8 @@ def trl_logprobs(model: Any, row: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return outputs.log_probs.flatten()[of_token], outputs.entropy.flatten()[of_token]
 
 
-def make_trl(size: str, device: torch.device) -> tuple[Any, dict[str, str]]:
-    """The model as TRL's trainer prepares it."""
+def make_trl(size: str, device: torch.device) -> tuple[Any, str]:
+    """The model as TRL's trainer prepares it, and the name of its kernel."""
     try:
         from trl.experimental.async_grpo.packing import TREE_ATTENTION, register_tree_attention
         from trl.trainer.utils import add_fused_lm_head
@@ -197,10 +191,10 @@ def make_trl(size: str, device: torch.device) -> tuple[Any, dict[str, str]]:
     model = make_model(size, device)
     model.set_attn_implementation(TREE_ATTENTION)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    return model, {"kernel": kernel}
+    return model, kernel
 
 
-# -- Ours ------------------------------------------------------------------------------------------
+# -- Measuring -------------------------------------------------------------------------------------
 
 
 def our_work(groups: list[list[Pairs]], budget: int, device: torch.device) -> Work:
@@ -208,38 +202,6 @@ def our_work(groups: list[list[Pairs]], budget: int, device: torch.device) -> Wo
     of_groups: Any = [(group[0][0][0], group) for group in groups]
     rows = [row.to(device) for row in pack(of_groups, budget)]
     return Work(rows, [row.index.cpu() for row in rows], sum(row.num_tokens for row in rows))
-
-
-def our_logprobs(model: Any, row: Any) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of a row's sampled tokens."""
-    found: tuple[Tensor, Tensor] = completion_logprobs(model, row, return_entropy=True)
-    return found
-
-
-def make_ours(size: str, device: torch.device) -> tuple[Any, dict[str, str]]:
-    """The model as train.py prepares it."""
-    is_gpu = device.type == "cuda"
-    kernel = "FlashAttention 2" if is_gpu else "torch's flash attention for CPUs"
-    return attach(make_model(size, device)), {"kernel": kernel}
-
-
-def make_flash4(size: str, device: torch.device) -> tuple[Any, dict[str, str]]:
-    """Ours with recipes/flash4.py."""
-    if device.type == "cpu":
-        raise Skipped("FlashAttention 4 needs a GPU")
-    from recipes.flash4 import use_flash_attention_4
-
-    use_flash_attention_4()
-    return attach(make_model(size, device)), {"kernel": "FlashAttention 4"}
-
-
-# -- Measuring -------------------------------------------------------------------------------------
-
-METHODS = {
-    "trl": (make_trl, trl_logprobs),
-    "ours": (make_ours, our_logprobs),
-    "flash4": (make_flash4, our_logprobs),
-}
 
 
 def exact(size: str, pairs: Pairs, device: torch.device) -> Tensor:
@@ -260,13 +222,14 @@ def measure(
     device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
     """Steps of one method."""
-    make, logprobs_of = METHODS[method]
-    model, found = make(size, device)
-    row: dict[str, Any] = dict(found)
     if method == "trl":
-        work = trl_work(flat(groups), budget, device)
+        model, kernel = make_trl(size, device)
+        work, logprobs_of = trl_work(flat(groups), budget, device), trl_logprobs
     else:
+        model, kernel = attach(make_model(size, device)), "torch's"
         work = our_work(groups, budget, device)
+        logprobs_of = partial(completion_logprobs, return_entropy=True)
+    row: dict[str, Any] = {"kernel": kernel}
     values = torch.zeros(len(right))
     generator = random.Random(0)
     signs = torch.tensor([generator.choice((-1.0, 1.0)) for _ in right])
@@ -311,9 +274,9 @@ def main() -> None:
     size = "quick" if is_quick else args.model
     jobs = {}
     for job in (*SHAPES[is_quick], "agents"):
-        groups = make_pairs(job, is_quick, SIZES[size]["vocab_size"])
+        groups = make_pairs(job, is_quick, MODELS[size]["vocab_size"])
         jobs[job] = (groups, exact(size, flat(groups), device))
-    for method in METHODS:  # one after the other, as flash4 stays in place
+    for method in ("trl", "ours"):
         for job, (groups, right) in jobs.items():
             names = {"model": size, "job": job, "method": method}
             one = partial(measure, method, size, groups, BUDGET[is_quick], right, device)

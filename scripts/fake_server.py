@@ -76,7 +76,7 @@ class FakeServer:
     log: list[tuple[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(self.model_id, dtype=torch.float32).eval()
+        self.model = self._load()
         self.version = "default"
         self.versions["default"] = self._weights()
         self.group: WeightGroup | None = None
@@ -88,6 +88,9 @@ class FakeServer:
         self._epoch = 0  # grows where all in flight are aborted
         self._free = threading.Semaphore(self.slots)
         self._computing = threading.Lock()
+
+    def _load(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.model_id, dtype=torch.float32).eval()
 
     def _weights(self) -> dict[str, Tensor]:
         named = self.model.named_parameters()  # tied ones once
@@ -142,15 +145,18 @@ class FakeServer:
             self._resumed.clear()
         started_s = time.monotonic()
         with self._computing:  # a forward lends the model another version's tensors for its time
-            missing = self.model.load_state_dict(arriving.result(), strict=False)
-            assert not missing.unexpected_keys
-            self.versions[request.weight_version] = self._weights()
-            while len(self.versions) > MOST_VERSIONS:
-                del self.versions[next(iter(self.versions))]
+            self._place(arriving.result(), request.weight_version)
         self.version = request.weight_version
         self.fault("/update/placed")
         self._resumed.set()
         return time.monotonic() - started_s
+
+    def _place(self, weights: dict[str, Tensor], version: str) -> None:
+        missing = self.model.load_state_dict(weights, strict=False)
+        assert not missing.unexpected_keys
+        self.versions[version] = self._weights()
+        while len(self.versions) > MOST_VERSIONS:
+            del self.versions[next(iter(self.versions))]
 
     def _receive(self, meeting: Meeting) -> dict[str, Tensor]:
         """All weights of an update."""
@@ -235,6 +241,16 @@ class FakeServer:
         )
 
 
+class Sink(FakeServer):
+    """One without a model: it takes weights of any names, keeps none, and samples nothing."""
+
+    def _load(self) -> Any:
+        return torch.nn.Module()
+
+    def _place(self, weights: dict[str, Tensor], version: str) -> None:
+        pass
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: "_Listener"
     protocol_version = "HTTP/1.1"
@@ -307,18 +323,19 @@ class _Handler(BaseHTTPRequestHandler):
 class _Listener(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, fake: FakeServer):
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, fake: FakeServer, address: tuple[str, int]):
+        super().__init__(address, _Handler)
         self.fake = fake
-        fake.url = f"http://127.0.0.1:{self.server_address[1]}"
+        fake.url = f"http://{address[0]}:{self.server_address[1]}"
 
 
 @contextmanager
-def fake_server(model_id: str, answer: Answer, **fields: Any) -> Iterator[FakeServer]:
-    """Serve on a free port of loopback, from threads of this process, while the block runs."""
-    fake = FakeServer(model_id, answer, **fields)
-    server = _Listener(fake)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+def serving(
+    fake: FakeServer, address: tuple[str, int] = ("127.0.0.1", 0), poll_s: float = 0.05
+) -> Iterator[FakeServer]:
+    """Serve from threads of this process, by default on a free port of loopback, while the block runs."""
+    server = _Listener(fake, address)
+    thread = threading.Thread(target=server.serve_forever, args=(poll_s,), daemon=True)
     thread.start()
     try:
         yield fake
@@ -328,3 +345,10 @@ def fake_server(model_id: str, answer: Answer, **fields: Any) -> Iterator[FakeSe
         server.server_close()
         if fake.group is not None:
             fake.group.close()
+
+
+@contextmanager
+def fake_server(model_id: str, answer: Answer, **fields: Any) -> Iterator[FakeServer]:
+    """Serve a `FakeServer` of these fields while the block runs."""
+    with serving(FakeServer(model_id, answer, **fields)) as fake:
+        yield fake

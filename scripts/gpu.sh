@@ -7,10 +7,10 @@
 #   prefix SIZE    shared against repeated prompts, 1.5B or 8B; without SIZE both
 #   steps          a trainer's step at the shapes of published ones
 #   trees          a step over the packed prefix trees of TRL 1.16, and over our rows
-#   train          train.py in its modes against a stand-in for the server, compared with the CPU; a profile
+#   train          train.py in its modes against a stand-in for the server, compared with the CPU
 #   ranks          2 and 4 ranks: modes, the group of weights, members that are killed or stopped. They share one GPU
 #                  where NCCL_LIBRARY= names a libnccl.so.2 of 2.30 or later
-#   server         the real vLLM: syncs, an update in flight, a run that learns
+#   server         the real vLLM: syncs, an update in flight, a server that sleeps
 #   run            whole runs with the real vLLM on the same GPU: where a step's time goes
 # Without a GPU every part that can run runs small on the CPU, and the others say why not.
 # PYTHON=python3 takes that interpreter as it is, with its PYTHONPATH, in place of the environment in .venv.
@@ -82,8 +82,8 @@ for part in "${parts[@]}"; do
         prefix-*) run "$part" prefix_attention.py --one-process --models "${part#prefix-}" "${quick[@]}" ;;
         steps) run steps steps.py "${quick[@]}" ;;
         trees) run trees trees.py "${quick[@]}" ;;
-        train) run train train_modes.py "${quick[@]}" ;;
-        ranks) run ranks ranks.py "${quick[@]}" ;;
+        train) run train ranks.py --parts single "${quick[@]}" ;;
+        ranks) run ranks ranks.py --parts transfer,modes,lost "${quick[@]}" ;;
         server) run server real_server.py ;;
         run) run run one_gpu.py "${quick[@]}" ;;
     esac

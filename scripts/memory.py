@@ -1,8 +1,8 @@
-"""Write docs/memory.md: what of Qwen2.5 fits on which card, by scripts/plan.py.
+"""Write the tables of docs/memory.md: what of Qwen2.5 fits on which card, by scripts/plan.py.
 
-    python scripts/memory.py -o docs/memory.md
+    python scripts/memory.py docs/memory.md [--models 0.5B]
 
-`--models 0.5B` leaves out the other sizes.
+What stands before the first table stays.
 """
 
 import argparse
@@ -37,38 +37,6 @@ COLUMNS = {
     Placement.ASLEEP: "server asleep",
 }
 
-TEXT = """# What fits on one card
-
-Written by `python scripts/memory.py -o docs/memory.md` for [recipes/gsm8k.py](../recipes/gsm8k.py) with models of
-Qwen2.5-Instruct: completions of 1,024 tokens on prompts of up to 512, gradient checkpointing, and 64 completions
-sampled at a time. This prints the plan and the commands of one model on one card:
-
-```bash
-python scripts/doctor.py recipes/gsm8k.py --model_id Qwen/Qwen2.5-7B-Instruct --plan 24GB
-```
-
-Your own recipe works in the same way, and prompts are taken to have 512 tokens, too. Where all weights fit and you want
-LoRA, add `--use_peft true --dtype bfloat16 --learning_rate 1e-5`.
-
-**Planned, not measured.** A step runs on tensors without data, and their bytes are counted. Beside peaks that were measured
-on an H200, rows of 1.5B differ by at most 0.5 %, and steps of 0.6B (all weights) and 4B (LoRA) by at most 1 %
-([tests/test_plan.py](../tests/test_plan.py)). CUDA's own memory, the server's graphs and offload are rules of thumb. 7 % of
-a card are left for fragments.
-
-A cell has the longest row that fits (`max_tokens_per_gpu`; more than 16,384 tokens were not tried), and what the recipe
-needs on top. "-" does not fit. Of the models that a table leaves out, smaller ones fit with 16,384 everywhere, larger
-ones not at all, for each kind of training. A group that is longer than a row goes into several, and its prompt is computed once for each.
-
-- **Alone**: the server is on another card.
-- **Beside its server**: the server keeps its share of the card.
-- **Server asleep**: it gives its memory up while the trainer trains ([how](operations.md#a-server-that-sleeps)).
-- **8-bit moments, 4-bit base**: [less memory](operations.md#less-memory).
-- **Offload**: weights wait in host memory, which is slow.
-- **16 sequences**: the server samples so many at a time, not 64.
-
-{tables}
-"""
-
 
 def shape(name: str) -> Qwen2Config:
     """transformers' configuration of a size."""
@@ -82,13 +50,13 @@ def shape(name: str) -> Qwen2Config:
 
 def cell(variants: Variants, card_gb: int, placement: Placement) -> str:
     """What fits on a card."""
-    fit = variants.best(card_gb, placement)
-    if not fit:
+    plan = variants.best(card_gb, placement)
+    if not plan:
         return NOTHING
-    more = [WORDS[name] for name in fit.changes if name in WORDS]
-    if 0 < fit.plan.num_sequences < SEQUENCES[0]:
-        more.append(f"{fit.plan.num_sequences} sequences")
-    return ", ".join([f"{fit.num_tokens:,}", *more])
+    more = [WORDS[name] for name in plan.changes if name in WORDS]
+    if 0 < plan.num_sequences < SEQUENCES[0]:
+        more.append(f"{plan.num_sequences} sequences")
+    return ", ".join([f"{plan.num_tokens:,}", *more])
 
 
 def cells_of(size: str, kind: str) -> dict[tuple[int, Placement], str]:
@@ -104,8 +72,8 @@ def cells_of(size: str, kind: str) -> dict[tuple[int, Placement], str]:
     }
 
 
-def page(sizes: list[str]) -> str:
-    """The page, in Markdown."""
+def tables_of(sizes: list[str]) -> str:
+    """The tables, in Markdown."""
     found = {(size, kind): cells_of(size, kind) for kind in KINDS for size in sizes}
     tables = []
     for card_gb in CARDS:
@@ -117,16 +85,17 @@ def page(sizes: list[str]) -> str:
             if set(texts) not in ({NOTHING}, {ALL}):
                 tables.append(f"| {size} | {kind} | {' | '.join(texts)} |")
         tables.append("")
-    return TEXT.format(tables="\n".join(tables).strip())
+    return "\n".join(tables).strip() + "\n"
 
 
 def main() -> None:
-    """Write the page."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", dest="path", type=Path, required=True)
+    parser.add_argument("page", type=Path)
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=SHAPES)
     args = parser.parse_args()
-    args.path.write_text(page(args.models))
+    text, _, _ = args.page.read_text().partition(f"## {CARDS[0]} GB")
+    args.page.write_text(text + tables_of(args.models))
 
 
 if __name__ == "__main__":

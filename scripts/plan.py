@@ -12,7 +12,7 @@ from bisect import bisect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -129,9 +129,9 @@ def _without_data(model: nn.Module) -> None:
 class OnPaper:
     """A recipe's policy, by its shapes; `model_config` is transformers', or that of `model_id`."""
 
-    def __init__(self, config: TrainConfig, model_config: Any = None):
+    def __init__(self, config: TrainConfig, model_config: Any = None, peaks: Any = None):
         self.config = config
-        self.rows_as: OnPaper | None = None  # another, whose rows take as much
+        self.peaks: dict[Any, list[int]] = {} if peaks is None else peaks  # of rows, by kind
         if model_config is None:
             model_config, _ = load_model_config(config)
         self.text_config = model_config.get_text_config(decoder=True)
@@ -209,16 +209,12 @@ class OnPaper:
         return bool(self.config.bf16 or self.config.fsdp_bf16)
 
     @property
-    def row_kind(self) -> tuple[Any, ...]:
-        """Settings on which the bytes of a row depend."""
-        config = self.config
-        return config.gradient_checkpoint, config.use_peft, config.dtype, self.in_half
-
-    @cached_property
     def _row_peaks(self) -> list[int]:
-        if self.rows_as:
-            return self.rows_as._row_peaks
-        return [self.measured_row(length) for length in LENGTHS]
+        config = self.config
+        kind = (config.gradient_checkpoint, config.use_peft, config.dtype, self.in_half)
+        if kind not in self.peaks:
+            self.peaks[kind] = [self.measured_row(length) for length in LENGTHS]
+        return self.peaks[kind]
 
     def measured_row(self, num_tokens: int, has_gradients: bool = True, on_gpu: bool = True) -> int:
         """Bytes of a row at its peak, which is run; all but its first token are completion."""
@@ -299,6 +295,7 @@ class Plan:
     card_gb: float
     placement: Placement
     num_sequences: int = 0  # that the server has room for at once
+    changes: dict[str, Any] = field(default_factory=dict)  # of the recipe
 
     @property
     def server_parts(self) -> dict[str, float]:
@@ -341,6 +338,7 @@ class Plan:
         phases = (self.parts(num_tokens), self.sampling_parts())
         return max(sum(parts.values()) for parts in phases) <= USABLE * self.card_gb
 
+    @cached_property
     def most_tokens(self) -> int:
         """The longest row that fits, of 65,536 tokens at most; 0 where the shortest does not."""
         least = self.policy.config.max_completion_len + PROMPT_TOKENS
@@ -351,36 +349,26 @@ class Plan:
     def _is_over(self, num_tokens: int) -> bool:
         return not self.fits(num_tokens)
 
-
-@dataclass
-class Fit:
-    """A plan that fits a card, by changes of the recipe."""
-
-    plan: Plan
-    changes: dict[str, Any]
-    most_tokens: int  # of a row
-
     @property
     def num_tokens(self) -> int:
         """Tokens of a row: as many as the recipe asks for, if they fit."""
-        return min(self.most_tokens, self.plan.policy.config.max_tokens_per_gpu)
+        return min(self.most_tokens, self.policy.config.max_tokens_per_gpu)
 
     def command(self, recipe: list[str]) -> str:
         """The command that starts trainer and server."""
-        plan = self.plan
         fields = {**self.changes, "max_tokens_per_gpu": self.num_tokens}
         replaced = [*fields]
-        if plan.placement is Placement.ASLEEP:
+        if self.placement is Placement.ASLEEP:
             replaced.append("max_staleness")
         words = _without(recipe, replaced)
         for name, value in fields.items():
             words += [f"--{name}", str(value).lower()]
-        if plan.placement is Placement.ELSEWHERE:
+        if self.placement is Placement.ELSEWHERE:
             return shlex.join(["torchrun", "train.py", *words, "--vllm_urls", "http://..."])
-        if plan.placement is Placement.ASLEEP:
+        if self.placement is Placement.ASLEEP:
             words += ["--sleep", "--max_staleness", "0"]
-        share = math.ceil(100 * sum(plan.server_parts.values()) / plan.card_gb) / 100
-        options = f"--gpu-memory-utilization {share} --max-num-seqs {plan.num_sequences}"
+        share = math.ceil(100 * sum(self.server_parts.values()) / self.card_gb) / 100
+        options = f"--gpu-memory-utilization {share} --max-num-seqs {self.num_sequences}"
         return shlex.join(["python", "scripts/launch.py", *words, f"--server_options={options}"])
 
 
@@ -423,7 +411,7 @@ class Variants:
         if hasattr(model_config, "vision_config"):
             raise UserError(f"--plan: {config.model_id} has a vision tower, which is not counted")
         self._variants: list[tuple[dict[str, Any], OnPaper]] = []
-        first_of_kind: dict[Any, OnPaper] = {}
+        peaks: dict[Any, list[int]] = {}
         for changes in all_changes:
             own = {k: value for k, value in changes.items() if getattr(config, k) != value}
             if "use_peft" in own:  # adapters learn at about ten times the rate of all weights
@@ -436,25 +424,21 @@ class Variants:
                 changed = on_a_gpu(replace(config, **own))
             except UserError:  # the recipe's other settings forbid it
                 continue
-            policy = OnPaper(changed, model_config)
-            self._variants.append((own, policy))
-            first = first_of_kind.setdefault(policy.row_kind, policy)
-            policy.rows_as = first if first is not policy else None
+            self._variants.append((own, OnPaper(changed, model_config, peaks)))
 
-    def best(self, card_gb: float, placement: Placement) -> Fit | None:
+    def best(self, card_gb: float, placement: Placement) -> Plan | None:
         """Find the least change that fits, or a mild one that makes short rows longer."""
-        best: Fit | None = None
+        best: Plan | None = None
         for changes, policy in self._variants:
             if best and changes.keys() & LAST_RESORTS:  # a recipe that fits needs none
                 break
             for num_sequences in _numbers_of_sequences(policy.config, placement):
-                plan = Plan(policy, card_gb, placement, num_sequences)
-                fit = Fit(plan, changes, plan.most_tokens())
-                if fit.most_tokens and (not best or best.num_tokens < fit.num_tokens):
-                    best = fit
+                plan = Plan(policy, card_gb, placement, num_sequences, changes)
+                if plan.most_tokens and (not best or best.num_tokens < plan.num_tokens):
+                    best = plan
         return best
 
-    def with_shorter_completions(self, card_gb: float, placement: Placement) -> Fit | None:
+    def with_shorter_completions(self, card_gb: float, placement: Placement) -> Plan | None:
         """As `best`, where nothing fits: with the last change, and shorter completions."""
         changes, policy = self._variants[-1]
         num_sequences = _numbers_of_sequences(policy.config, placement)[-1]
@@ -462,10 +446,10 @@ class Variants:
         for length in reversed(lengths):
             shorter = copy(policy)  # whose rows have been run
             shorter.config = replace(policy.config, max_completion_len=length)
-            plan = Plan(shorter, card_gb, placement, num_sequences)
-            most_tokens = plan.most_tokens()
-            if most_tokens:
-                return Fit(plan, changes | {"max_completion_len": length}, most_tokens)
+            own = changes | {"max_completion_len": length}
+            plan = Plan(shorter, card_gb, placement, num_sequences, own)
+            if plan.most_tokens:
+                return plan
         return None
 
 
@@ -503,31 +487,30 @@ def print_plan(config: TrainConfig, card: str, recipe: list[str]) -> None:
     print(f"for prompts of {PROMPT_TOKENS} tokens and completions of {length:,}; no data is read")
     variants = Variants(config, model_config)
     for placement in Placement:
-        fit = variants.best(card_gb, placement)
+        plan = variants.best(card_gb, placement)
         place = f"on {card_gb:g} GB {placement.value}"
-        if not fit:
+        if not plan:
             print(f"\n{config.model_id} does not fit {place}")
-            fit = variants.with_shorter_completions(card_gb, placement)
-        elif "use_peft" in fit.changes:
+            plan = variants.with_shorter_completions(card_gb, placement)
+        elif "use_peft" in plan.changes:
             print(f"\n{config.model_id}, all weights, does not fit {place}; LoRA does:")
-        if fit:
-            print_fit(fit, recipe)
+        if plan:
+            print_fit(plan, recipe)
 
 
-def print_fit(fit: Fit, recipe: list[str]) -> None:
+def print_fit(plan: Plan, recipe: list[str]) -> None:
     """Print what a plan takes, and its command."""
-    plan = fit.plan
     config = plan.policy.config
     how = "LoRA" if config.use_peft else "all weights"
-    if "max_completion_len" in fit.changes:
+    if "max_completion_len" in plan.changes:
         how += f", completions of {config.max_completion_len} tokens"
     print(f"\n{config.model_id}, {how}, on {plan.card_gb:g} GB {plan.placement.value}")
-    _print_parts(plan.parts(fit.num_tokens))
+    _print_parts(plan.parts(plan.num_tokens))
     if plan.sampling_parts():
         print("  while the server samples:")
         _print_parts(plan.sampling_parts())
-    print(f"  max_tokens_per_gpu may be up to {fit.most_tokens:,}")
-    print(f"  {fit.command(recipe)}")
+    print(f"  max_tokens_per_gpu may be up to {plan.most_tokens:,}")
+    print(f"  {plan.command(recipe)}")
 
 
 def _print_parts(parts: dict[str, float]) -> None:

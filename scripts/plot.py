@@ -68,9 +68,7 @@ def read_metrics(run: Path) -> Rows:
         SystemExit: there is no such file, or nothing in it yet.
     """
     path = run / "metrics.jsonl"
-    if not path.is_file():
-        sys.exit(f"error: {path} is not there: give a run's output_dir")
-    return read_rows(path) or sys.exit(f"error: {path} has no step yet")
+    return list(read_rows(path)) or sys.exit(f"error: {path} has no step yet")
 
 
 def metric_names(rows: Rows) -> list[str]:

@@ -14,6 +14,7 @@ import secrets
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -145,10 +146,18 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; the trainer may be about to write the rest of the last."""
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a log, one by one; the trainer may be about to write the rest of the last.
+
+    Raises:
+        SystemExit: there is no such file, or a line is damaged.
+    """
+    if not path.is_file():
+        sys.exit(f"error: {path} is not there: give a run's output_dir")
     with path.open("rb") as file:
-        return [parsed(line, path) for line in file if line.endswith(b"\n")]
+        for line in file:
+            if line.endswith(b"\n"):
+                yield parsed(line, path)
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -157,10 +166,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     Raises:
         SystemExit: there is no run.
     """
-    if not (folder / "metrics.jsonl").is_file():
-        sys.exit(f"error: {folder / 'metrics.jsonl'} is not there: give a run's output_dir")
+    metrics = list(read_rows(folder / "metrics.jsonl"))
     config, left_out = read_config(folder)
-    metrics = read_rows(folder / "metrics.jsonl")
     samples = read_lines(folder / "completions.jsonl")
     held_out = read_lines(folder / "held_out.jsonl")
 
@@ -214,11 +221,11 @@ def keep(folder: Path, target: Path) -> None:
     Raises:
         SystemExit: there is no run.
     """
-    if not (folder / "metrics.jsonl").is_file():
-        sys.exit(f"error: {folder / 'metrics.jsonl'} is not there: give a run's output_dir")
+    metrics = []
+    for row in read_rows(folder / "metrics.jsonl"):
+        metrics.append({name: _short(value) for name, value in row.items()})
+    logs = {"metrics": metrics}
     config, left_out = read_config(folder)
-    metrics = read_rows(folder / "metrics.jsonl")
-    logs = {"metrics": [{name: _short(value) for name, value in row.items()} for row in metrics]}
     most_bytes = KEPT_BYTES
     if (folder / "images").is_dir():  # which take the rest
         most_bytes = KEPT_BYTES // 4

@@ -12,12 +12,14 @@ Held-out ones are of the last evaluation; with `--set NAME` of one of several se
 """
 
 import argparse
-import json
 import signal
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import run_page
+from run_page import read_rows
 
 Sample = dict[str, Any]
 
@@ -28,20 +30,14 @@ def read_samples(path: Path, step: int | None) -> list[Sample]:
     Raises:
         SystemExit: there is no such file or step.
     """
-    if not path.is_file():
-        sys.exit(f"error: {path} is not there: give a run's output_dir")
     samples: list[Sample] = []
     last = None
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if not line.endswith("\n"):  # the trainer is about to write the rest
-                break
-            sample = json.loads(line)
-            last = sample["step"]
-            if step is None and samples and samples[-1]["step"] != last:
-                samples = []
-            if last == step or step is None:
-                samples.append(sample)
+    for sample in read_rows(path):
+        last = sample["step"]
+        if step is None and samples and samples[-1]["step"] != last:
+            samples = []
+        if last == step or step is None:
+            samples.append(sample)
     if last is None:
         sys.exit(f"error: {path} has no completions yet")
     if not samples:
@@ -108,8 +104,6 @@ def content_text(content: Any) -> str:
 
 def show_page(runs: list[Path], file: Path | None, port: int | None) -> None:
     """Write the page of runs, or serve it."""
-    import run_page
-
     if file is not None:
         path = file if file.name else runs[0] / "run.html"
         path.write_bytes(run_page.page(runs))
@@ -120,8 +114,6 @@ def show_page(runs: list[Path], file: Path | None, port: int | None) -> None:
 
 def keep_run(run: Path, folder: Path) -> None:
     """Write a small copy of a run to another folder."""
-    import run_page
-
     if folder.resolve() == run.resolve():
         sys.exit("error: --keep takes another folder than the run's own")
     if (folder / "run_id").exists():

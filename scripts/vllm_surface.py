@@ -87,9 +87,8 @@ class Sources:
                 if not rest:
                     return ""
                 found = self._find_in(_tree(path), rest, path)
-                is_lazy = (
-                    f'"{rest[0]}"' in path.read_text()
-                )  # a module may give it by `__getattr__`
+                # A module may give it by `__getattr__`.
+                is_lazy = f'"{rest[0]}"' in path.read_text()
                 return "" if found is None and is_lazy else found
             module, _, last = module.rpartition(".")
             rest = [last, *rest]
@@ -169,18 +168,11 @@ def _assigned(node: ast.stmt) -> set[str]:
 
 
 def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Names of arguments, with a `=` behind those that have a default."""
-    arguments = node.args
-    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    num_required = len(positional) - len(arguments.defaults)
-    words = [name if at < num_required else f"{name}=" for at, name in enumerate(positional)]
-    if arguments.vararg:
-        words.append(f"*{arguments.vararg.arg}")
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        words.append(argument.arg if default is None else f"{argument.arg}=")
-    if arguments.kwarg:
-        words.append(f"**{arguments.kwarg.arg}")
-    return ", ".join(words)
+    """Arguments with their defaults, without annotations."""
+    for argument in ast.walk(node.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return ast.unparse(node.args)
 
 
 # -- Our sources -----------------------------------------------------------------------------------

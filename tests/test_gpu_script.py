@@ -128,9 +128,9 @@ def test_rows_stay_when_a_variant_fails(tmp_path):
     ("model", "num_tokens", "adapters", "seconds", "mfu"),
     [
         # By its tokens a second: the time between steps.
-        ("Qwen3-0.6B", 16384, None, 2 * 16384 / 11896, 11.1),
-        ("Qwen3-4B", 16384, 33_030_144, 5.26, 21.7),
-        ("Qwen3-4B", 65536, 33_030_144, 31.5, 37.4),
+        ("0.6B", 16384, None, 2 * 16384 / 11896, 11.1),
+        ("4B", 16384, 33_030_144, 5.26, 21.7),
+        ("4B", 65536, 33_030_144, 31.5, 37.4),
     ],
 )
 def test_flops_of_published_steps(model, num_tokens, adapters, seconds, mfu):
@@ -143,7 +143,8 @@ def test_flops_are_those_of_a_forward_and_backward():
     """Ours is what torch counts, but for the half of eager attention's products that causality throws away."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from benchmarks.steps import MODELS, NUM_ROWS, make_config, make_policy
+    from benchmarks.common import MODELS
+    from benchmarks.steps import NUM_ROWS, make_config, make_policy
     from utils import process_group
 
     with process_group(60) as device:
@@ -208,15 +209,13 @@ def test_every_part_without_a_gpu(small):
     assert all(row["ours_difference"] < 1e-4 for part in PARTS[2:4] for row in small[part])
     exact = next(row for row in small["train"] if row.get("mode") == "FSDP2 fp32")
     assert exact["loss_difference"] < 1e-5  # the same arithmetic on the same data
-    profile = small["train"][-1]
-    assert min(profile[f"{kind}_percent"] for kind in ("attention", "merge", "head", "rest")) > 0.5
 
 
 @pytest.mark.slow
 def test_trees_beside_trls(small):
     """TRL's rows give the log-probs of each sequence alone, on a CPU with a loop for its kernel; and ours do."""
     pytest.importorskip("trl")
-    rows = [row for row in small["trees"] if row["method"] != "flash4"]
+    rows = small["trees"]
     assert [row["method"] for row in rows] == ["trl"] * 3 + ["ours"] * 3
     assert max(row["max_error"] for row in rows) < 1e-5  # fp32, of log-probs around 7
     for trl, ours in zip(rows[:3], rows[3:], strict=True):

@@ -12,11 +12,10 @@ import launch as launcher
 import memory
 import pytest
 from helpers import ROOT
-from plan import CHANGES, Fit, OnPaper, Placement, Plan, Variants
+from plan import CHANGES, OnPaper, Placement, Plan, Variants
 from transformers import Qwen3Config
 
-from benchmarks.prefix_attention import SIZES
-from benchmarks.steps import MODELS
+from benchmarks.common import MODELS
 from config import TrainConfig, UserError, parse_args
 from recipes.rewards import exact_match
 from recipes.teacher import Teacher
@@ -41,7 +40,7 @@ def test_the_peak_of_a_row(shape):
     (measured,) = [row for row in rows if row["shape"] == shape]
     prompt, completion, size, *groups = map(int, shape.split(","))
     num_tokens = (groups or [1])[0] * (prompt + size * completion)
-    policy = on_paper(SIZES["1.5B"], dtype="bfloat16", bf16=False)
+    policy = on_paper(MODELS["1.5B"], dtype="bfloat16", bf16=False)
     counted = policy.measured_row(num_tokens, has_gradients=False)
     assert counted / 1e6 == pytest.approx(measured["ours_mb"], rel=0.02)
 
@@ -49,19 +48,20 @@ def test_the_peak_of_a_row(shape):
 @pytest.mark.parametrize(
     ("model", "mode", "fields"),
     [
-        ("Qwen3-0.6B", "bf16", {"bf16": True}),
-        ("Qwen3-4B", "bf16 weights", {"bf16": True, "dtype": "bfloat16", "use_peft": True}),
+        ("0.6B", "bf16", {"bf16": True}),
+        ("4B", "bf16 weights", {"bf16": True, "dtype": "bfloat16", "use_peft": True}),
     ],
 )
 def test_the_peak_of_a_step(model, mode, fields):
     """All weights, and LoRA, two rows of 16,384 tokens: within 5 % (seen: 1 %)."""
-    (measured,) = [r for r in rows_of("steps") if (r["model"], r["mode"]) == (model, mode)]
+    wanted = (f"Qwen3-{model}", mode)
+    (measured,) = [r for r in rows_of("steps") if (r["model"], r["mode"]) == wanted]
     policy = on_paper(MODELS[model] | {"tie_word_embeddings": True}, **fields)
     counted = policy.kept_bytes + policy.gradient_bytes + policy.measured_row(16384)
     assert counted / 2**30 == pytest.approx(measured["peak_gib"], rel=0.05)
 
 
-SMALL = MODELS["Qwen3-0.6B"] | {"num_hidden_layers": 4}
+SMALL = MODELS["0.6B"] | {"num_hidden_layers": 4}
 
 
 def test_less_is_changed_first():
@@ -73,8 +73,8 @@ def test_less_is_changed_first():
     for card_gb, changes in {80: {}, 7: {"adam_8bit": True}, 4: lora}.items():
         fit: Any = variants.best(card_gb, Placement.ELSEWHERE)
         assert fit.changes == changes
-        assert fit.plan.fits(fit.most_tokens)
-        assert not fit.plan.fits(fit.most_tokens + 256) or fit.most_tokens == 65536
+        assert fit.fits(fit.most_tokens)
+        assert not fit.fits(fit.most_tokens + 256) or fit.most_tokens == 65536
         lengths.append(fit.most_tokens)
     assert lengths[0] > lengths[1]
 
@@ -137,8 +137,9 @@ def test_a_reference_of_its_own(fields, is_here):
 def test_commands_of_a_plan(placement, changes, monkeypatch):
     """The trainer and launch.py take what the plan prints, for every change of a recipe."""
     monkeypatch.chdir(ROOT)
-    plan = Plan(on_paper(MODELS["quick"], **changes), 24.0, placement, 32)
-    command = Fit(plan, changes, 9984).command(["recipes/gsm8k.py"])
+    plan = Plan(on_paper(MODELS["quick"], **changes), 24.0, placement, 32, changes)
+    plan.most_tokens = 9984
+    command = plan.command(["recipes/gsm8k.py"])
     if placement is Placement.ELSEWHERE:
         words = command.removeprefix("torchrun train.py ").replace("http://...", "http://x")
         config = parse_args(shlex.split(words))
@@ -153,7 +154,7 @@ def test_commands_of_a_plan(placement, changes, monkeypatch):
 def test_the_page():
     """docs/memory.md has what the script writes, of the smallest model."""
     written = (ROOT / "docs" / "memory.md").read_text().splitlines()
-    for line in memory.page(["0.5B"]).splitlines():
+    for line in memory.tables_of(["0.5B"]).splitlines():
         assert line in written
 
 
@@ -169,12 +170,13 @@ def test_a_server_that_sleeps():
     assert sum(asleep.parts(8192).values()) == pytest.approx(training - server + 1.0)
     sampling = sum(asleep.sampling_parts().values())
     assert sampling == pytest.approx(12 * policy.num_weights / 1e9 + 0.6 + server)
-    assert "--sleep --max_staleness 0" in Fit(asleep, {}, 8192).command(["r.py"])
+    asleep.most_tokens = 8192
+    assert "--sleep --max_staleness 0" in asleep.command(["r.py"])
     assert not beside.sampling_parts()
 
 
 def test_a_server_takes_its_part():
-    policy = on_paper(MODELS["Qwen3-0.6B"], bf16=True)
+    policy = on_paper(MODELS["0.6B"], bf16=True)
     plan = Plan(policy, 24.0, Placement.BESIDE, 64)
     weights_gb = 2 * policy.num_weights / 1e9
     # keys and values in 16 bits of 28 layers, 8 heads of 128 numbers, 64 sequences
@@ -187,7 +189,8 @@ def test_a_server_takes_its_part():
     server = sum(parts.values())
     assert server == pytest.approx(weights_gb + cache_gb + 2.0)
     share = f"--gpu-memory-utilization {math.ceil(server / 0.24) / 100} --max-num-seqs 64"
-    assert share in Fit(plan, {}, 8192).command([])
+    plan.most_tokens = 8192
+    assert share in plan.command([])
 
 
 def test_vision_models_are_refused(vlm):

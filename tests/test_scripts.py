@@ -34,7 +34,7 @@ def benchmark(name, path, *options):
     command += ["--json", str(path)]
     subprocess.run(command, check=True, timeout=3600, env=ENV, capture_output=True)
     result = json.loads(path.read_text())
-    assert {"machine", "versions", "rows"} == set(result)
+    assert {"machine", "versions", "commit", "command", "rows"} == set(result)
     return result["rows"]
 
 
@@ -129,7 +129,6 @@ def test_training_and_held_out_problems_do_not_overlap():
     [
         ("step_time", "sync_s"),
         ("prefix_attention", "ours_s"),
-        ("vlm", "images_forwarded"),
         ("async_overlap", "steps_per_s"),
         ("end_to_end", "times_as_fast"),
     ],
@@ -153,12 +152,7 @@ def test_a_run_grows_nowhere(tmp_path):
 @pytest.mark.slow
 def test_the_benchmark_of_scale_runs_quickly(tmp_path):
     rows = benchmark("scale", tmp_path / "out.json", "--quick")
-    figures = {
-        "tokens": "rank_0_us",
-        "ranks": "deal_us",
-        "servers": "sync_cpu_ms_each",
-        "loading": "peak_of_checkpoint",
-    }
+    figures = {"tokens": "rank_0_us", "servers": "sync_cpu_ms_each"}
     assert {row["part"] for row in rows} == set(figures)
     assert all(row[figures[row["part"]]] > 0 for row in rows)
 

@@ -46,7 +46,7 @@ FAULTS = {
     "vllm.inputs.TokensPrompt": "",
     "vllm.exceptions.VLLMClientError": "",
     "vllm.sampling_params.SamplingParams": "missing",
-    "vllm.config.set_current_vllm_config": "changed: (other, way=), was (vllm_config, ",
+    "vllm.config.set_current_vllm_config": "changed: (other, *, way=None), was (vllm_config, ",
     f"{ENGINE}.wake_up": "",
     f"{ENGINE}.abort": "changed: (self, *names), was (self, ",
     f"{ENGINE}.add_request": "missing",
