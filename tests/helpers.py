@@ -51,6 +51,17 @@ def make_tokenizer(add_bos=False, chat_template=None):
     )
 
 
+def far_from_uniform(model, factor=5):
+    """Make a random model's distributions so; and matrices of zeros random, as one of Gemma3's."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.mul_(factor)
+                if not weight.any():
+                    weight.normal_(std=0.5)
+    return model
+
+
 def make_model(path, tied=True, layers=2, max_len=256, chat_template=None):
     """A random Qwen3 whose weights are large enough for its distributions to be far from uniform."""
     torch.manual_seed(0)
@@ -59,11 +70,7 @@ def make_model(path, tied=True, layers=2, max_len=256, chat_template=None):
         num_key_value_heads=1, head_dim=32, max_position_embeddings=max_len, tie_word_embeddings=tied,
         pad_token_id=2, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(5 if weight.ndim > 1 else 1)
-    model.save_pretrained(path)
+    far_from_uniform(Qwen3ForCausalLM(config)).save_pretrained(path)
     make_tokenizer(chat_template=chat_template).save_pretrained(path)
     return str(path)
 

@@ -17,12 +17,13 @@ import torch.distributed as dist
 import transformers
 from helpers import on_ranks
 from safetensors.torch import load_file
-from test_prefix_models import SIZES, break_gradients
+from test_config import make
+from test_prefix_models import SIZES, break_gradients, plain_rows
 from test_prefix_models import make_model as make_family
 from transformers import AutoModelForCausalLM
 
-from config import TrainConfig, UserError
-from prefix_attention import attach, completion_logprobs, pack
+from config import UserError
+from prefix_attention import attach, pack
 from recipes.losses import entropy_bonus
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
 from rollouts.run import open_run
@@ -51,14 +52,14 @@ TRUNCATED = (0, 1)  # group 0, completion 1 ran into its limit
 
 def make_groups():
     tokens = itertools.cycle(range(5, 60))
+    draw = lambda num: [next(tokens) for _ in range(num)]
     groups = []
     for g, lengths in enumerate(LENGTHS):
-        prompt = Prompt(g, [next(tokens) for _ in range(3 + 2 * g)], "", {})
+        prompt = Prompt(g, draw(3 + 2 * g), "", {})
         completions = []
         for c, length in enumerate(lengths):
-            ids = [next(tokens) for _ in range(length)]
             reason = "length" if (g, c) == TRUNCATED else "stop"
-            completions.append(Completion(ids, [-3.0] * length, reason, 0))
+            completions.append(Completion(draw(length), [-3.0] * length, reason, 0))
         groups.append(Group(prompt, completions))
     return groups
 
@@ -71,18 +72,19 @@ def dealt(groups, advantages, num_ranks, config):
 
 
 def updates_of(rows):
-    """Completions and tokens of the updates after these rows."""
     return [row.update for row in rows if row.update]
 
 
+def sizes_of(ranks):
+    """Tokens of each row of each rank."""
+    return [[row.packed.num_tokens for row in rows] for rows in ranks]
+
+
 def make_config(model, **fields):
-    defaults = {
-        "dataset_id": "d", "reward_funcs": ["os.path.exists"], "num_generations": 3,
-        "batch_size": 4, "max_completion_len": 12, "grad_norm": 0,
-    }  # fmt: skip
     if not {"old_logprobs", "off_policy_correction"} & set(fields):
-        defaults["off_policy_correction"] = "none"
-    return TrainConfig(model_id=model, **{**defaults, **fields})
+        fields["off_policy_correction"] = "none"
+    sizes = {"num_generations": 3, "batch_size": 4, "max_completion_len": 12}
+    return make(model_id=model, **{"grad_norm": 0, **sizes, **fields})
 
 
 def with_adapter(model, config):
@@ -134,9 +136,9 @@ def trained_difference(config, device, groups=None):
     return {name: before[name] - weight for name, weight in trainable(policy).items()}
 
 
-def each_completion(groups):
+def each_completion():
     """(group's number, completion's, prompt, tokens) of every completion."""
-    for g, group in enumerate(groups):
+    for g, group in enumerate(make_groups()):
         for c, completion in enumerate(group.completions):
             yield g, c, group.prompt.token_ids, completion.token_ids.tolist()
 
@@ -151,22 +153,18 @@ def plain_logprobs(model, prompt, ids, temperature=1.0):
     return plain_distributions(model, prompt, ids, temperature)[range(len(ids)), ids]
 
 
-def plain_gradient(config, own_tokens=range):
-    """Σ over tokens of -A·log p of one plain row at a time, over the normalizer worked out here.
-
-    Of a completion of n tokens `own_tokens(n)` train.
-    """
+def plain_gradient(config):
+    """Σ over tokens of -A·log p of one plain row at a time, over the normalizer worked out here."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(config.model_id, dtype=torch.float32)
     model = with_adapter(model, config)
     total, num_tokens = torch.zeros(()), 0
-    for g, c, prompt, ids in each_completion(make_groups()):
+    for g, c, prompt, ids in each_completion():
         if config.mask_truncated_completions and (g, c) == TRUNCATED:
             continue
-        own = [*own_tokens(len(ids))]
-        num_tokens += len(own)
-        of_all = plain_distributions(model, prompt, ids, config.temperature)[own]
-        logprobs = of_all[range(len(own)), [ids[place] for place in own]]
+        num_tokens += len(ids)
+        of_all = plain_distributions(model, prompt, ids, config.temperature)
+        logprobs = of_all[range(len(ids)), ids]
         ratio = (logprobs.detach() + 3.0).exp()  # to the sampler's log-probs
         weight = torch.ones_like(ratio)
         if config.off_policy_correction == "truncate" and config.old_logprobs == "trainer":
@@ -185,9 +183,7 @@ def plain_gradient(config, own_tokens=range):
 
 def assert_same(got, expected):
     """fp32 sums of about 60 terms in another order, of size 0.01 to 1, read off weights of size 1."""
-    assert got.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=3e-6)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=3e-6)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +203,7 @@ CASES = [
     {"use_peft": True, "lora_rank": 4},
     {"gradient_checkpoint": True},
     pytest.param({"torch_compile": True}, marks=pytest.mark.slow),
-    {"share_prefix": False},
+    {"share_prefix": False, "loss_type": "grpo"},
     {"off_policy_correction": "truncate", "correction_cap": 1.5},
     {"off_policy_correction": "mask"},
     {"old_logprobs": "sampler"},
@@ -225,46 +221,35 @@ def test_any_split_equals_plain_rows(models, device, fields):
         assert_same(trained_difference(config, device, groups), expected)
 
 
-RANK_CASES = [
-    {**wrapper, **peft, "max_tokens_per_gpu": max_tokens, "share_prefix": share_prefix}
-    for wrapper in ({}, {"use_fsdp": True})
-    for peft in ({}, {"use_peft": True, "lora_rank": 4})
-    for max_tokens, share_prefix in ((10_000, True), (30, True), (30, False))
-]
+def rank_configs(tied, untied):
+    """A single row, of which the other rank has but a filler; shared or padded rows of 30."""
+    peft = {"use_peft": True, "lora_rank": 4}
+    rows = [(tied, 10_000, True), (tied, 30, True), (tied, 30, False), (untied, 30, True)]
+    found = []
+    for kind in ({}, peft, {"use_fsdp": True}, {"use_fsdp": True, **peft}):
+        for model, max_tokens, is_shared in rows:
+            split = {"max_tokens_per_gpu": max_tokens, "share_prefix": is_shared}
+            found.append(make_config(model, **kind, **split))
+    return found
 
 
 def rank_main(output, *models):
-    """On each of two ranks; of a single row, at 10,000 tokens, the other one has but a filler."""
-    results = []
+    """On each of two ranks."""
     with process_group(60) as device:
-        for model, fields in itertools.product(models, RANK_CASES):
-            results.append(trained_difference(make_config(model, **fields), device))
+        found = [trained_difference(config, device) for config in rank_configs(*models)]
         if dist.get_rank() == 0:
-            torch.save(results, output)
+            torch.save(found, output)
 
 
 def test_two_ranks_equal_plain_rows(models, tmp_path):
-    output = tmp_path / "out.pt"
-    on_ranks(2, tmp_path, "test_gradients.rank_main", output, models["tied"], models["untied"])
-    cases = itertools.product(models.values(), RANK_CASES)
-    for (model, fields), got in zip(cases, torch.load(output), strict=True):
-        assert_same(got, plain_gradient(make_config(model, **fields)))
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-def test_tokens_of_an_environment_are_context_only(models, device, loss_type):
-    """Of each completion the first and the last token train, and no others are counted."""
-    groups = make_groups()
-    for group in groups:
-        completions = []
-        for completion in group.completions:
-            versions = completion.weight_versions.clone()
-            versions[1:-1] = ENVIRONMENT
-            completions.append(replace(completion, weight_versions=versions))
-        group.fill(completions)
-    config = make_config(models["tied"], loss_type=loss_type, max_tokens_per_gpu=60)
-    expected = plain_gradient(config, own_tokens=lambda num: sorted({0, num - 1}))
-    assert_same(trained_difference(config, device, groups), expected)
+    output, paths = tmp_path / "out.pt", (models["tied"], models["untied"])
+    on_ranks(2, tmp_path, "test_gradients.rank_main", output, *paths)
+    expected = {}
+    for config, got in zip(rank_configs(*paths), torch.load(output), strict=True):
+        kind = (config.model_id, config.use_peft)
+        if kind not in expected:
+            expected[kind] = plain_gradient(config)
+        assert_same(got, expected[kind])
 
 
 def sums_of_adapters(output, model):
@@ -297,24 +282,20 @@ def test_a_completion_without_a_reward_is_left_out():
     for group in groups[1:]:
         group.reward = [1.0] * 3
     groups[2].reward[0] = math.nan
-    (micro,) = dealt(groups, ADVANTAGES, 1, make_config("m"))[0]
-    lengths = [length for lengths in LENGTHS for length in lengths]
-    masks = [mask.tolist() for mask in micro.mask.split(lengths)]
-    trains = [1.0] * 6 + [0.0] + [1.0] * 5
-    assert masks == [[value] * num for value, num in zip(trains, lengths, strict=True)]
+    ((micro,),) = dealt(groups, ADVANTAGES, 1, make_config("m"))
+    masks = [mask.unique().tolist() for mask in micro.mask.split([*itertools.chain(*LENGTHS)])]
+    assert masks == [[1.0]] * 6 + [[0.0]] + [[1.0]] * 5
     assert micro.update == (12, NUM_TOKENS - 12)
 
 
 def test_turns_are_joined():
-    first = Completion([5, 6], [-1.0, -2.0], "stop", 3)
-    last = Completion([9], [-0.5], "length", 3)
+    first = Completion([5, 6], [-1.0, -2.0], "stop", 3, prompt_ids=[4])
+    last = Completion([9], [-0.5], "length", 3, prompt_ids=[4, 5, 6, 7, 8])
     joined = first.then([7, 8], last)
     assert joined.token_ids.tolist() == [5, 6, 7, 8, 9]
     assert joined.sampler_logprobs.tolist() == [-1.0, -2.0, 0.0, 0.0, -0.5]
     assert joined.weight_versions.tolist() == [3, 3, ENVIRONMENT, ENVIRONMENT, 3]
-    assert joined.finish_reason == "length"
-    first, last = replace(first, prompt_ids=[4]), replace(last, prompt_ids=[4, 5, 6, 7, 8])
-    assert first.then([7, 8], last).prompt_ids.tolist() == [4]
+    assert (joined.finish_reason, joined.prompt_ids.tolist()) == ("length", [4])
     with pytest.raises(ValueError, match="joined to a turn that it was not sampled for"):
         first.then([7], last)
 
@@ -329,7 +310,7 @@ def test_ranks_get_equally_many_rows_and_every_token_once(max_tokens, num_ranks)
     assert [updates_of(rows) for rows in ranks] == [[(12, NUM_TOKENS)]] * num_ranks
     assert all(rows[-1].update for rows in ranks)
     if num_ranks == 2 and max_tokens == 10_000:  # all of the batch would fit a single row
-        sizes = [sum(micro.packed.num_tokens for micro in rows) for rows in ranks]
+        sizes = [sum(of_rank) for of_rank in sizes_of(ranks)]
         assert max(sizes) < 0.7 * sum(sizes)
 
 
@@ -337,13 +318,12 @@ def test_the_last_rows_are_spread_over_the_ranks():
     """Of three ranks' five rows the last two become three alike, and no rank gets a filler."""
     groups = []
     for number in range(9):  # two take a row
-        completion = Completion([5 + number] * 20, [-1.0] * 20, "stop", 0)
-        groups.append(Group(Prompt(number, [50 + number], "", {}), [completion] * 2))
-        groups[-1].advantages = [1.0, -1.0]
+        completions = [Completion([5 + number] * 20, [-1.0] * 20, "stop", 0)] * 2
+        prompt = Prompt(number, [50 + number], "", {})
+        groups.append(Group(prompt, completions, advantages=[1.0, -1.0]))
     config = make_config("m", max_tokens_per_gpu=45, batch_size=9)
     ranks = Dealer(3, config).deal(groups, is_complete=True)
-    sizes = [[micro.packed.num_tokens for micro in rows] for rows in ranks]
-    assert sizes == [[40, 20]] * 3
+    assert sizes_of(ranks) == [[40, 20]] * 3
     assert all(micro.mask.any() for rows in ranks for micro in rows)
 
 
@@ -360,11 +340,16 @@ def test_the_last_rows_are_spread_over_the_ranks():
 )
 def test_minibatches_weigh_every_token_alike(loss_type, expected):
     config = make_config("m", num_minibatches=2, loss_type=loss_type)
-    halves = dealt(make_groups(), ADVANTAGES, 1, config)[0]
-    updates = updates_of(halves)
-    found = [loss_normalizer(num, tokens, config) for num, tokens in updates]
+    (halves,) = dealt(make_groups(), ADVANTAGES, 1, config)
+    found = [loss_normalizer(num, tokens, config) for num, tokens in updates_of(halves)]
     assert found == expected
     assert loss_normalizer(0, 0, config) > 0
+
+
+NEED_ALL: list[dict[str, Any]] = [
+    {"max_staleness": 1}, {"scale_rewards": "batch"}, {"num_minibatches": 2},
+    {"num_iterations": 2}, {"advantage_fn": lambda rewards, groups: rewards},
+]  # fmt: skip
 
 
 def test_training_starts_before_the_batch_is_complete():
@@ -375,23 +360,19 @@ def test_training_starts_before_the_batch_is_complete():
     synchronous = {"max_tokens_per_gpu": 40, "max_staleness": 0}
     dealer = Dealer(1, make_config("m", **synchronous))
     assert dealer.missing_tokens() == 40
-    (first,) = dealer.deal(groups[:3], is_complete=False)[0]
-    assert first.packed.group.unique().tolist() == [0, 1]
-    assert first.update is None
+    first = dealer.deal(groups[:3], is_complete=False)
+    assert first[0][0].packed.group.unique().tolist() == [0, 1]
     assert dealer.missing_tokens() == 40 - row_tokens(dealer.waiting, dealer.config) < 40
-    second, third = dealer.deal(groups[3:], is_complete=True)[0]
+    last = dealer.deal(groups[3:], is_complete=True)
     # Groups of 17, 18, 26 and 24 tokens, without the last of each completion.
-    sizes = [micro.packed.num_tokens for micro in (first, second, third)]
-    assert sizes == [17 + 18 - 6, 26 - 3, 24 - 3]
-    assert second.update is None
-    assert third.update == (12, NUM_TOKENS)
-    updates = ({"num_minibatches": 2}, {"num_iterations": 2})
-    for fields in ({"max_staleness": 1}, {"scale_rewards": "batch"}, *updates):  # need all of it
+    assert sizes_of(first + last) == [[17 + 18 - 6], [26 - 3, 24 - 3]]
+    assert updates_of(first[0] + last[0][:1]) == []
+    assert updates_of(last[0]) == [(12, NUM_TOKENS)]
+    for fields in NEED_ALL:
         config = make_config("m", **synchronous | fields)
         assert Dealer(1, config).missing_tokens() == math.inf
     ranks = dealt(make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=30))
-    of_ranks = [[micro.packed.num_tokens for micro in rows] for rows in ranks]
-    assert of_ranks == [[14 + 15, 14], [23, 16]]  # the smaller row to the rank that has had more
+    assert sizes_of(ranks) == [[14 + 15, 14], [23, 16]]  # the smaller to the rank that has had more
 
 
 # -- the policy's log-probs ------------------------------------------------------------------------
@@ -440,9 +421,9 @@ def test_attention_with_a_softcap(tmp_path):
     """transformers would take sdpa for it, which has none: another model would train."""
     make_family("Gemma2").save_pretrained(tmp_path)
     config = make_config(str(tmp_path), share_prefix=False)
-    (row,) = pack([([5, 6, 7], [[8, 9, 10, 11, 12, 13]])], share_prefix=False)
-    expected = completion_logprobs(make_family("Gemma2", "eager"), row)
-    torch.testing.assert_close(completion_logprobs(load_model(config), row), expected)
+    groups = [([5, 6, 7], [[8, 9, 10, 11, 12, 13]])]
+    expected = plain_rows(make_family("Gemma2", "eager"), groups)
+    torch.testing.assert_close(plain_rows(load_model(config), groups), expected)
     with pytest.raises(UserError, match="attn_implementation=sdpa leaves out the softcap"):
         load_model(replace(config, attn_implementation="sdpa"))
 
@@ -465,13 +446,10 @@ def test_adapters_of_experts_are_refused(tmp_path, device):
 def test_gradients_are_normalized_before_they_are_clipped():
     """Sum (30, 40), normalizer 10: (3, 4) of norm 5, clipped to norm 1: (.6, .8)."""
     weight = torch.nn.Parameter(torch.zeros(2))
-    module = torch.nn.ParameterList([weight])
     weight.grad = torch.tensor([30.0, 40.0])
-    steps = sgd(module)
-    assert optimizer_step(module, *steps, 10.0, make_config("m", grad_norm=1.0)) == pytest.approx(5)
-    torch.testing.assert_close(weight.data, torch.tensor([-0.6, -0.8]), rtol=1e-5, atol=0)
-    weight.grad = torch.tensor([math.nan, 1.0])
-    assert math.isnan(optimizer_step(module, *steps, 10.0, make_config("m")))
+    module = torch.nn.ParameterList([weight])
+    norm = optimizer_step(module, *sgd(module), 10.0, make_config("m", grad_norm=1.0))
+    assert norm == pytest.approx(5)
     torch.testing.assert_close(weight.data, torch.tensor([-0.6, -0.8]), rtol=1e-5, atol=0)
 
 
@@ -486,8 +464,8 @@ def test_gradients_are_normalized_before_they_are_clipped():
     ],
 )
 def test_optimizer_and_schedules(kind, warmup_ratio, rates):
-    fields = {"weight_decay": 0.1, "adam_beta2": 0.95, "learning_rate": 2.0}
-    config = make_config("m", **fields, lr_scheduler=kind, warmup_ratio=warmup_ratio)
+    fields = {"lr_scheduler": kind, "warmup_ratio": warmup_ratio}
+    config = make_config("m", adam_beta2=0.95, learning_rate=2.0, **fields)
     optimizer, scheduler = build_optimizer(torch.nn.Linear(3, 3), len(rates), config)
     seen = []
     for _ in rates:
@@ -495,10 +473,7 @@ def test_optimizer_and_schedules(kind, warmup_ratio, rates):
         optimizer.step()
         scheduler.step()
     assert seen == pytest.approx(rates)
-    matrices, vectors = optimizer.param_groups
-    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
-    assert matrices["betas"] == vectors["betas"] == (0.9, 0.95)
-    assert [[p.ndim for p in group["params"]] for group in (matrices, vectors)] == [[2], [1]]
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.95)] * 2
 
 
 # -- several updates, a reference that moves -------------------------------------------------------
@@ -518,9 +493,6 @@ def test_a_reference_that_moves(kind, models, device):
     sequences = [group.sequences for group in make_groups()]
     (row,) = pack(sequences)
     expected = trainable(policy)
-    if kind == "whole":  # the model's own, which `make_policy` has left alone
-        before = token_logprobs(policy, row, {}, config).detach()
-        torch.testing.assert_close(reference(row, {}), before, rtol=0, atol=1e-6)
     for step in (1, 2, 3, 4):
         batch = dealt(make_groups(), ADVANTAGES, 1, config)[0]
         train_batch(policy, reference, *steps, batch, config, device)
@@ -532,13 +504,11 @@ def test_a_reference_that_moves(kind, models, device):
     after = trainable(policy)
     got = reference(row, {})[row.index.argsort()]
     assert policy.training
-    for name, weight in trainable(policy).items():
-        assert torch.equal(weight, after[name]), name
+    torch.testing.assert_close(trainable(policy), after, rtol=0, atol=0)
 
     model = make_policy(replace(config, share_prefix=False), device).eval()
+    model.load_state_dict(expected, strict=False)
     with torch.no_grad():
-        for name, weight in named_once(model).items():
-            weight.copy_(expected[name])
         (plain,) = pack(sequences, share_prefix=False)
         theirs = token_logprobs(model, plain, {}, config)[plain.index.argsort()]
         moved = token_logprobs(policy.eval(), row, {}, config)[row.index.argsort()]
@@ -556,15 +526,14 @@ def test_several_updates_on_one_batch(models, device):
         num_iterations=2, num_minibatches=2, epsilon=0.05, off_policy_correction="truncate",
         correction_cap=1.5,
     )  # fmt: skip
-    policy = make_policy(config, device)
+    policy, model = make_policy(config, device), make_policy(config, device)
     start = trainable(policy)
-    batch = dealt(make_groups(), ADVANTAGES, 1, config)[0]
+    (batch,) = dealt(make_groups(), ADVANTAGES, 1, config)
     reference = build_reference(policy, config, device)
     metrics, _ = train_batch(policy, reference, *sgd(policy, 0.05), batch, config, device)
 
-    model = make_policy(config, device)
     optimizer, _ = sgd(model, 0.05)
-    rows = [*each_completion(make_groups())]
+    rows = [*each_completion()]
     with torch.no_grad():
         old = {row[:2]: plain_logprobs(model, *row[2:]) for row in rows}
         with model.disable_adapter():
@@ -573,47 +542,44 @@ def test_several_updates_on_one_batch(models, device):
     for half in (rows[:6], rows[6:], rows[:6], rows[6:]):
         total = torch.zeros(())
         for g, c, prompt, ids in half:
-            to_sampler = (old[g, c] + 3.0).exp()
-            advantage = ADVANTAGES[g, c] * to_sampler.clamp(max=1.5)
+            advantage = ADVANTAGES[g, c] * (old[g, c] + 3.0).exp().clamp(max=1.5)
             now = plain_logprobs(model, prompt, ids)
             ratio = (now - old[g, c]).exp()
             gap = ref[g, c] - now
             k3 = gap.exp() - gap - 1
             surrogate = torch.min(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage)
             total = total + (0.3 * ratio * k3 - surrogate).sum()
-            kl += k3.sum().item()
-            is_low = (ratio < 0.95) & (advantage < 0)
-            is_high = (ratio > 1.05) & (advantage > 0)
-            clipped += (is_low | is_high).sum().item()
+            kl += k3.sum().item() / (2 * NUM_TOKENS)
+            is_clipped = (ratio < 0.95) & (advantage < 0) | (ratio > 1.05) & (advantage > 0)
+            clipped += is_clipped.sum().item() / (2 * NUM_TOKENS)
         optimizer.zero_grad()
         losses.append(total / (NUM_TOKENS / 2))
         losses[-1].backward()
         optimizer.step()
     assert clipped > 0
-    assert metrics["loss"] == pytest.approx(sum(loss.item() for loss in losses) / 4, rel=1e-3)
-    assert metrics["kl"] == pytest.approx(kl / (2 * NUM_TOKENS), rel=1e-3)
-    share_clipped = metrics["clip_ratio/low"] + metrics["clip_ratio/high"]
-    assert share_clipped == pytest.approx(clipped / (2 * NUM_TOKENS))
-    got, expected = trainable(policy), trainable(model)
-    for name in expected:  # the whole way moved, to the rounding that four steps in fp32 add up
-        way = expected[name] - start[name]
-        torch.testing.assert_close(got[name] - start[name], way, rtol=2e-2, atol=2e-5)
+    metrics["clipped"] = metrics["clip_ratio/low"] + metrics["clip_ratio/high"]
+    expected = {"loss": sum(loss.item() for loss in losses) / 4, "kl": kl, "clipped": clipped}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+    # The whole way moved, to the rounding that four steps in fp32 add up.
+    got, wanted = (
+        {name: weight - start[name] for name, weight in trainable(of).items()}
+        for of in (policy, model)
+    )
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-5)
 
 
 # -- what a checkpoint needs -----------------------------------------------------------------------
 
 
+REFUSED = [
+    {"temperature": 0.9, "top_p": 0.6, "top_k": 5, "min_p": 0.1, "top_h": 0.3},
+    {"typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1},
+    {"early_stopping": True, "length_penalty": 0.8, "output_scores": True, "pad_token_id": -1},
+]
+
+
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize(
-    "found",
-    [
-        {"temperature": 0.9, "top_p": 0.6, "top_k": 5, "min_p": 0.1, "top_h": 0.3},
-        {"typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1},
-        {"early_stopping": True, "length_penalty": 0.8, "output_scores": True, "pad_token_id": -1},
-        {"num_beams": 1, "min_p": 0.1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("found", REFUSED, ids=str)
 def test_a_generation_config_that_could_not_be_saved(models, tmp_path, found, file):
     """Defaults that transformers loads and refuses to save: the last checkpoint would fail.
 
@@ -629,8 +595,8 @@ def test_a_generation_config_that_could_not_be_saved(models, tmp_path, found, fi
     load_model(config).save_pretrained(tmp_path / "saved")
     load_model(config, tmp_path / "saved").save_pretrained(tmp_path / "again")
     for name in ("saved", "again"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        after = loaded.generation_config.to_dict()
+        loaded = transformers.GenerationConfig.from_pretrained(tmp_path / name)
+        after = loaded.to_dict()
         assert found.items() <= after.items()
         assert after["eos_token_id"] == before["eos_token_id"] == 2
         if file == "generation_config.json":

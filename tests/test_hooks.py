@@ -1,10 +1,10 @@
 """The advantages, losses, rewards and rollouts of other papers that recipes bring, against plain loops."""
 
-import itertools
 import math
 import random
-from dataclasses import replace
+import statistics
 from functools import partial
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,19 +17,9 @@ from test_config import make as make_config
 from recipes import advantages, insert_reasoning, losses
 from recipes.majority import majority_is_right, majority_vote
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
-from train import grpo_loss
 from training.metrics import check_loss
 
 NAN, INF = math.nan, math.inf
-
-
-def gspo(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
-    """The core's own, beside those of the recipes."""
-    config = replace(config, importance_level="sequence")
-    return grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config)
-
-
-LOSSES = [losses.sapo, losses.dppo_tv, losses.dppo_kl, losses.off_policy_sequence_mask, gspo]
 
 
 # -- advantages ------------------------------------------------------------------------------------------------------
@@ -47,14 +37,8 @@ def valid(row):
     return [value for value in row if not math.isnan(value)]
 
 
-def mean(values):
-    return sum(values) / len(values)
-
-
 def std(values):
-    if len(values) < 2:
-        return 0.0
-    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def per_reward(function, rewards):
@@ -72,21 +56,18 @@ def per_reward(function, rewards):
 
 def over_batch(rows, rewards):
     """Normalized over what has a reward."""
-    kept = ~torch.tensor(rewards).isnan()
-    counted = torch.tensor(rows, dtype=torch.float64)[kept].tolist()
+    pairs = [[*zip(*pair, strict=True)] for pair in zip(rows, rewards, strict=True)]
+    counted = [value for pair in pairs for value, reward in pair if not math.isnan(reward)]
     middle, scale = mean(counted), std(counted) + 1e-4
-    return [
-        [(value - middle) / scale if is_kept else 0.0 for value, is_kept in zip(*pair, strict=True)]
-        for pair in zip(rows, kept.tolist(), strict=True)
-    ]
-
-
-def check(got, wanted):
-    torch.testing.assert_close(got, as_tensor(wanted), rtol=1e-12, atol=1e-12)
+    return [[0.0 if math.isnan(r) else (v - middle) / scale for v, r in pair] for pair in pairs]
 
 
 def as_tensor(rewards):
     return torch.tensor(rewards, dtype=torch.float64)
+
+
+def check(got, wanted):
+    torch.testing.assert_close(got, as_tensor(wanted), rtol=1e-12, atol=1e-12)
 
 
 def plain_rloo(reward, row, place):
@@ -106,18 +87,6 @@ def test_advantages():
     check(advantages.reinforce_plus_plus(as_tensor(REWARDS), []), over_batch(centred, REWARDS))
 
 
-def test_maxrl_is_in_expectation_the_gradient_of_pass_at_k():
-    """All outcomes of a group of four, right with p = σ(θ): d log-prob / dθ is r - p, and dp / dθ is p(1 - p)."""
-    p, n = 0.3, 4
-    expected = 0.0
-    for outcome in itertools.product([0.0, 1.0], repeat=n):
-        probability = math.prod(p if r else 1 - p for r in outcome)
-        (row,) = advantages.maxrl(as_tensor([outcome]), []).tolist()
-        expected += probability * mean([a * (r - p) for a, r in zip(row, outcome, strict=True)])
-    pass_at_k = [k * (1 - p) ** (k - 1) * p * (1 - p) for k in range(1, n)]  # d(1 - (1 - p)^k) / dθ
-    assert expected == pytest.approx(sum(slope / k for k, slope in enumerate(pass_at_k, 1)))
-
-
 def test_gdpo():
     """Two functions; the first does not apply to some completions, and neither to one."""
     first = [[1.0, 0.0, NAN, 0.0], [5.0, 5.0, 5.0, 5.0], [NAN, NAN, 3.0, 4.0]]
@@ -135,14 +104,12 @@ def test_gdpo():
     check(advantages.gdpo(given, groups), wanted)
 
 
-OF_ADVANTAGES = [advantages.rloo, advantages.reinforce_plus_plus, advantages.maxrl, advantages.gdpo]
-
-
-@pytest.mark.parametrize("function", OF_ADVANTAGES)
+@pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus", "maxrl", "gdpo"])
 @pytest.mark.parametrize("rewards", [[[NAN, NAN]], [[2.0, NAN]], [[1.0, 1.0], [0.0, 0.0]]])
-def test_nothing_to_compare(function, rewards):
+def test_nothing_to_compare(name, rewards):
     groups = [Group(Prompt(0, [5], "", {}), rewards=table([r] for r in row)) for row in rewards]
-    assert function(as_tensor(rewards), groups).tolist() == [[0.0, 0.0]] * len(rewards)
+    found = getattr(advantages, name)(as_tensor(rewards), groups)
+    assert found.tolist() == [[0.0, 0.0]] * len(rewards)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
@@ -172,6 +139,14 @@ def plain_sapo(config, i):
     return -4 / tau * gate * ADVANTAGE[i], -4 / tau * slope * ADVANTAGE[i], set()
 
 
+def total_variation(new, old):
+    return abs(new - old)
+
+
+def kl(new, old):
+    return old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+
+
 def plain_dppo(divergence, config, i):
     moves_down, moves_up = RATIO[i] < 1 and ADVANTAGE[i] < 0, RATIO[i] > 1 and ADVANTAGE[i] > 0
     distance = divergence(math.exp(NEW[i]), math.exp(OLD[i]))
@@ -182,55 +157,32 @@ def plain_dppo(divergence, config, i):
     return -RATIO[i] * ADVANTAGE[i] * NEW[i], -RATIO[i] * ADVANTAGE[i], set()
 
 
-def plain_dppo_tv(config, i):
-    return plain_dppo(lambda new, old: abs(new - old), config, i)
-
-
-def plain_dppo_kl(config, i):
-    def divergence(new, old):
-        return old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
-
-    return plain_dppo(divergence, config, i)
-
-
-def plain_clip(config, ratio, i):
-    if ADVANTAGE[i] > 0 and ratio > 1 + config.clip_high:
-        return -(1 + config.clip_high) * ADVANTAGE[i], 0.0, {"clip_ratio/high"}
-    if ADVANTAGE[i] < 0 and ratio < 1 - config.epsilon:
-        return -(1 - config.epsilon) * ADVANTAGE[i], 0.0, {"clip_ratio/low"}
-    return -ratio * ADVANTAGE[i], -ratio * ADVANTAGE[i], set()
-
-
 def plain_sequence_mask(config, i):
     drift = mean([-math.log(ratio) for ratio in of_completion(RATIO, i)])
     if ADVANTAGE[i] < 0 and drift > 0.5:
         return 0.0, 0.0, {"loss/off_policy"}
-    value, slope, _ = plain_clip(config, RATIO[i], i)
-    return value, slope, set()
+    if ADVANTAGE[i] > 0 and RATIO[i] > 1 + config.clip_high:
+        return -(1 + config.clip_high) * ADVANTAGE[i], 0.0, set()
+    if ADVANTAGE[i] < 0 and RATIO[i] < 1 - config.epsilon:
+        return -(1 - config.epsilon) * ADVANTAGE[i], 0.0, set()
+    return -RATIO[i] * ADVANTAGE[i], -RATIO[i] * ADVANTAGE[i], set()
 
 
-def plain_gspo_token(config, i):
-    ratio = math.exp(mean([math.log(ratio) for ratio in of_completion(RATIO, i)]))
-    return plain_clip(config, ratio, i)
+LOW, HIGH = "clip_ratio/low", "clip_ratio/high"
+PLAIN = [  # a loss, the same in plain words, what it counts, and how many tokens of the above
+    (losses.sapo, plain_sapo, {}),
+    (losses.dppo_tv, partial(plain_dppo, total_variation), {LOW: 2, HIGH: 1}),
+    (losses.dppo_kl, partial(plain_dppo, kl), {LOW: 1, HIGH: 1}),
+    (losses.off_policy_sequence_mask, plain_sequence_mask, {"loss/off_policy": 2}),
+]
+LOSSES = [loss_fn for loss_fn, *_ in PLAIN]
 
 
-PLAIN = [plain_sapo, plain_dppo_tv, plain_dppo_kl, plain_sequence_mask, plain_gspo_token]
-TOUCHED = {  # what a loss counts, and how many tokens of the above it must find
-    losses.sapo: {},
-    losses.dppo_tv: {"clip_ratio/low": 2, "clip_ratio/high": 1},
-    losses.dppo_kl: {"clip_ratio/low": 1, "clip_ratio/high": 1},
-    losses.off_policy_sequence_mask: {"loss/off_policy": 2},
-    gspo: {"clip_ratio/low": 2, "clip_ratio/high": 1},
-}
-
-
-def run(
-    loss_fn, config, new=NEW, old=OLD, ref=None, mask=MASK, advantage=ADVANTAGE, dtype=torch.float64
-):
+def run(loss_fn, config, new=NEW, old=OLD, ref=None, mask=MASK, dtype=torch.float64):
     logprobs = torch.tensor(new, dtype=dtype, requires_grad=True)
     others = [
         None if values is None else torch.tensor(values, dtype=dtype)
-        for values in (old, ref, advantage, mask)
+        for values in (old, ref, ADVANTAGE, mask)
     ]
     loss, sums = loss_fn(logprobs, *others, torch.tensor(COMPLETION), config)
     check_loss(loss, sums)  # the trainer takes it
@@ -241,12 +193,12 @@ def run(
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-@pytest.mark.parametrize(("loss_fn", "plain"), [*zip(LOSSES, PLAIN, strict=True)])
-def test_losses(loss_fn, plain, loss_type, beta):
+@pytest.mark.parametrize(("loss_fn", "plain", "expected"), PLAIN)
+def test_losses(loss_fn, plain, expected, loss_type, beta):
     """Values, gradients and counts; a completion's tokens share its weight in `grpo`."""
     fields = {"kl_gradient": "forward"} if beta else {}
     config = make_config(loss_type=loss_type, beta=beta, epsilon=0.2, epsilon_high=0.25, **fields)
-    loss, gradient, counts, kl = 0.0, [0.0] * len(OLD), dict.fromkeys(TOUCHED[loss_fn], 0.0), 0.0
+    loss, gradient, counts, kl = 0.0, [0.0] * len(OLD), dict.fromkeys(expected, 0.0), 0.0
     for i in TRAINED:
         value, slope, touched = plain(config, i)
         k3 = math.exp(GAP[i]) - GAP[i] - 1
@@ -260,15 +212,8 @@ def test_losses(loss_fn, plain, loss_type, beta):
     got = run(loss_fn, config, ref=ref if beta else None)
     assert got[0] == pytest.approx(loss, rel=1e-12)
     assert got[1] == pytest.approx(gradient, rel=1e-12, abs=1e-14)
-    assert counts == TOUCHED[loss_fn]
+    assert counts == expected
     assert got[2] == pytest.approx(counts | ({"kl": kl} if beta else {}))
-
-
-@pytest.mark.parametrize("loss_fn", LOSSES)
-def test_on_policy_they_are_the_policy_gradient(loss_fn):
-    _, gradient, _ = run(loss_fn, make_config(), new=OLD)
-    wanted = [-a * trains for a, trains in zip(ADVANTAGE, MASK, strict=True)]
-    assert gradient == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
@@ -292,16 +237,15 @@ def test_dppo_of_one_token(loss_fn, new, old, advantage, gradient):
     assert logprobs.grad.item() == pytest.approx(gradient)
 
 
-@pytest.mark.parametrize("mask", [[0.0] * 11, [0] * 11, [False] * 11])
+@pytest.mark.parametrize("mask", [[0.0] * 11, [False] * 11])
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_a_mask_of_zeros(loss_fn, mask):
     """A filler row, whatever stands in it."""
     odd = [-INF, INF, NAN, -INF, -1.0, 0.0, 1e30, -1e30, NAN, INF, 0.0]
-    for new, ref in ((NEW, OLD), (odd, odd[::-1])):
-        config = make_config(beta=0.1, loss_type="grpo")
-        loss, gradient, sums = run(loss_fn, config, new=new, ref=ref, mask=mask)
-        assert (loss, gradient) == (0.0, [0.0] * 11)
-        assert set(sums.values()) <= {0.0}
+    config = make_config(beta=0.1, loss_type="grpo")
+    loss, gradient, sums = run(loss_fn, config, new=odd, ref=odd[::-1], mask=mask)
+    assert (loss, gradient) == (0.0, [0.0] * 11)
+    assert set(sums.values()) <= {0.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -388,8 +332,8 @@ def test_half_of_a_group_thinks_again(n, monkeypatch):
     talker = Talker("1234", again="567")
     sampling = {"n": n, "max_tokens": 8, "temperature": 1.0}
     completions = insert_reasoning.think_again(talker, PROMPT, sampling)
-    assert len(completions) == n
     plain, rewritten = completions[: n - n // 2], completions[n - n // 2 :]
+    assert len(rewritten) == n // 2
     assert all(
         text_of(each) == "1234" and ENVIRONMENT not in each.weight_versions for each in plain
     )
@@ -405,6 +349,11 @@ def test_half_of_a_group_thinks_again(n, monkeypatch):
         assert is_sampled.tolist() == [True] * len(kept) + [False] * 2 + [True] * 3
         assert completion.sampler_logprobs[: len(kept)].tolist() == [-1.5] * len(kept)
         assert set(completion.weight_versions[is_sampled].tolist()) == {3, 4}
+
+
+def test_what_follows_the_last_cue_is_judged():
+    said = ["12=34", "34", "34=12", "1=2=34", "34="]
+    assert insert_reasoning.right_at_last(said, ["34"] * 5) == [1, 1, 0, 1, 0]
 
 
 def test_it_is_cut_after_a_break_and_leaves_room(monkeypatch):
@@ -429,22 +378,6 @@ def test_it_is_cut_after_a_break_and_leaves_room(monkeypatch):
         assert torch.equal(first.token_ids, second.token_ids)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-def test_a_bonus_counts_trained_tokens(loss_type):
-    """Two completions of 3 and 2 tokens, one masked in each, whose entropies may be anything."""
-    config = make_config(loss_type=loss_type)
-    entropy = torch.tensor([1.0, 2.0, math.inf, 3.0, math.nan], requires_grad=True)
-    mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0])
-    completion = torch.tensor([0, 0, 0, 1, 1])
-    zeros = torch.zeros(5)
-    loss, sums = losses.entropy_bonus(zeros, zeros, None, zeros, mask, completion, config, entropy)
-    weights = [0.5, 0.5, 0.0, 1.0, 0.0] if loss_type == "grpo" else [1.0, 1.0, 0.0, 1.0, 0.0]
-    assert loss.item() == pytest.approx(-0.01 * (weights[0] + 2 * weights[1] + 3 * weights[3]))
-    assert sums["loss/entropy_bonus"].item() == pytest.approx(0.06)
-    (gradient,) = torch.autograd.grad(loss, entropy)
-    assert gradient.tolist() == pytest.approx([-0.01 * weight for weight in weights])
-
-
 def test_an_entropy_of_ones_own_stays():
     """A coefficient of that name has a default, or is bound, and is not taken for a wish."""
 
@@ -455,11 +388,6 @@ def test_an_entropy_of_ones_own_stays():
     assert not make_config(loss_fn=partial(losses.entropy_bonus, entropy=0.5)).loss_reads_entropy
     assert make_config(loss_fn=losses.entropy_bonus).loss_reads_entropy
     assert not make_config().loss_reads_entropy
-
-
-def test_what_follows_the_last_cue_is_judged():
-    said = ["12=34", "34", "34=12", "1=2=34", "34="]
-    assert insert_reasoning.right_at_last(said, ["34"] * 5) == [1, 1, 0, 1, 0]
 
 
 def test_the_examples_of_the_documents():

@@ -48,18 +48,18 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.running -= 1
         if server.refuses_first and is_new:
-            self.answer(429, {"error": {"message": "slow down"}}, {"Retry-After-Ms": "10"})
+            self.answer(429, {"error": {"message": "slow down"}})
             return
         choice = {"index": 0, "finish_reason": "stop"}
         choice["message"] = {"role": "assistant", "content": server.reply(question)}
         fixed = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
         self.answer(200, {**fixed, "choices": [choice]})
 
-    def answer(self, status, content, headers=None):
+    def answer(self, status, content):
         data = json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
-            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Retry-After-Ms", "10")  # read where a request is refused
         self.end_headers()
         self.wfile.write(data)
 

@@ -1,9 +1,7 @@
 """Advantages, losses, corrections and their metrics against numbers worked out by hand."""
 
-import itertools
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,25 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_server import fake_server
-from helpers import ROOT, on_forked_ranks, on_ranks, read, said
+from helpers import ROOT, on_forked_ranks, on_ranks, read
+from test_config import make as make_config
 
 import train
 import training.metrics
-from config import TrainConfig, UserError, parse_args
+from config import UserError
 from recipes import losses
 from rollouts.group import Group, Prompt
-from train import compute_advantages, grpo_loss, main, off_policy_weights, set_advantages
-from training.batching import Dealer, MicroBatch
+from train import compute_advantages, grpo_loss, off_policy_weights, set_advantages
+from training.batching import MicroBatch
 from training.metrics import TokenSums
 from utils import process_group
 
 NAN = math.nan
-
-
-def make_config(**fields):
-    required = {"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"]}
-    return TrainConfig(**{**required, **fields})
 
 
 def rows(*values):
@@ -95,48 +88,19 @@ def test_advantages_beyond_the_group_need_the_batch(changed, monkeypatch):
         assert [group.advantages for group in groups] == changed(rows(*rewards), "group").tolist()
 
 
-def test_advantages_within_the_group_are_free(monkeypatch):
-    """To the bit the same for any groups that come together."""
-    rewards = [[0.1 * i * j % 0.7 for j in range(8)] for i in range(1, 20)]
-    rewards[3][2] = NAN
-    for changed in (compute_advantages, lambda r, scale: r.nan_to_num(0.0).softmax(1) - 1 / 8):
-        monkeypatch.setattr(train, "compute_advantages", changed)
-        together, alone = scored(*rewards), scored(*rewards)
-        set_advantages(together, make_config())
-        for group in alone:
-            set_advantages([group], make_config())
-        assert [group.advantages for group in together] == [group.advantages for group in alone]
-    monkeypatch.setattr(train, "compute_advantages", lambda r, scale: r.mul_(2))  # in place
-    twice = scored([1.0, 0.0, 2.0, 1.0])
-    set_advantages(twice, make_config())
-    assert twice[0].advantages == [2.0, 0.0, 4.0, 2.0]
-
-
-def answer(prompt_ids, number):
-    return said(prompt_ids, number), 0.0
-
-
-def test_a_run_whose_groups_come_one_by_one_checks_the_batch(models, recipe, monkeypatch):
+def test_a_run_whose_groups_come_one_by_one_checks_the_batch(stand_in, train_on, monkeypatch):
     """Rows train before the batch is there; the run ends with the step at the latest."""
     monkeypatch.setattr(train, "compute_advantages", lambda rewards, _: rewards - rewards.mean())
-    with fake_server(models["untied"], answer) as one:
-        words = ["--max_steps", "1", "--max_completion_len", "9", "--max_tokens_per_gpu", "13"]
-        with pytest.raises(UserError, match="gives a group other advantages in its batch"):
-            main(parse_args([recipe(one), *words]))
-
-
-def first_minus_rest(rewards, groups):
-    """A reward less the batch's mean; of the group only its prompt's row is read."""
-    assert len(groups) == len(rewards)
-    return rewards - rewards.nanmean() + groups[0].prompt.index
+    with pytest.raises(UserError, match="gives a group other advantages in its batch"):
+        train_on(stand_in(), max_steps=1, max_completion_len=9, max_tokens_per_gpu=13)
 
 
 def test_advantages_of_ones_own():
-    config = make_config(advantage_fn=first_minus_rest, num_generations=2)
+    """They are of the whole batch and its groups; a completion without a reward has 0."""
+    own = lambda rewards, groups: rewards - rewards.nanmean() + len(groups)
     groups = scored([1.0, 2.0], [NAN, 6.0])
-    set_advantages(groups, config)
-    assert [group.advantages for group in groups] == [[-2.0, -1.0], [0.0, 3.0]]
-    assert Dealer(1, config).missing_tokens() == math.inf
+    set_advantages(groups, make_config(advantage_fn=own))
+    assert [group.advantages for group in groups] == [[0.0, 1.0], [0.0, 5.0]]
 
 
 RETURNED = r"must return finite numbers \[2, 8\]: "
@@ -147,7 +111,6 @@ RETURNED = r"must return finite numbers \[2, 8\]: "
     [
         (lambda rewards: rewards, r"raised TypeError: .*\(custom.py:"),
         (lambda rewards, groups: rewards.tolist(), f"{RETURNED}AttributeError: 'list' object has "),
-        (lambda rewards, groups: rewards.mean(1), f"{RETURNED}it returned "),
         (lambda rewards, groups: rewards[0], f"{RETURNED}it returned "),  # fits by broadcasting
         (lambda rewards, groups: rewards / 0, f"{RETURNED}it returned tensor"),
         (lambda rewards, groups: groups[0].prompt.columns["gold"], "raised KeyError: 'gold'"),
@@ -159,13 +122,12 @@ def test_advantages_that_are_none(advantage_fn, reason):
         set_advantages(groups, make_config(advantage_fn=advantage_fn))
 
 
-def test_a_recipe_can_change_what_train_defines(models, recipe, tmp_path):
+def test_a_recipe_can_change_what_train_defines(stand_in, recipe, tmp_path):
     """`train.py` runs as `__main__`: a recipe that imports `train` gets no second copy of it."""
-    with fake_server(models["untied"], answer) as one:
-        path = Path(recipe(one))
-        change = "\nimport train\ntrain.compute_advantages = lambda rewards, scale: 0 * rewards\n"
-        path.write_text(path.read_text() + change)
-        done = on_forked_ranks(0, ROOT / "train.py", path, "--max_steps", "1")
+    path = Path(recipe(stand_in()))
+    change = "\nimport train\ntrain.compute_advantages = lambda rewards, scale: 0 * rewards\n"
+    path.write_text(path.read_text() + change)
+    done = on_forked_ranks(0, ROOT / "train.py", path, "--max_steps", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     (metrics,) = read(tmp_path, "metrics")
     assert metrics["reward_std"] > 0
@@ -202,6 +164,7 @@ CLIPPED = [0, -0.5, 0, 2.2, 0]
 FIVE = {"ratio": [1.0, 1.0, 1.0, 5.0, 1.0]}
 MEAN = math.sqrt(0.75)  # of the ratios of completion 4, unclipped; both tokens share its gradient
 SEQUENCE = {"importance_level": "sequence"}
+CISPO = {"loss_type": "cispo"}  # -sg(clip ρ)·A·logprob: the loss follows from its gradient
 
 
 @pytest.mark.parametrize(
@@ -221,32 +184,22 @@ SEQUENCE = {"importance_level": "sequence"}
         (SEQUENCE, {}, -2 * MEAN + 0.8 + 2.2, [-MEAN, -MEAN, 0, 2.2, 0], (1, 0)),
         # A token whose advantage a correction has set to 0 gets no gradient of its completion.
         (SEQUENCE, {"advantage": [0, 1, -1, -2, -2]}, -MEAN + 3, [0, -MEAN, 0, 2.2, 0], (1, 0)),
+        # Without a lower bound unless set below 1; and epsilon says nothing of the upper one.
+        (CISPO | {"epsilon": 0.2}, {}, None, [-1.2, -0.8, 0.8, 2.2, 0], (1, 1)),
+        (CISPO, {}, None, [-1.2, -0.5, 0.5, 2.2, 0], (0, 1)),
+        (CISPO | {"epsilon": 1.5}, {}, None, [-1.2, -0.5, 0.5, 2.2, 0], (0, 1)),
+        (CISPO | {"epsilon_high": 0.3}, {}, None, [-1.3, -0.5, 0.5, 2.2, 0], (0, 1)),
     ],
 )
 def test_losses_by_hand(fields, inputs, loss, gradient, clipped):
     got_loss, got_gradient, sums = loss_and_gradient(make_config(**fields), **inputs)
+    if loss is None:
+        loss = sum(
+            slope * logprob for slope, logprob in zip(gradient[:4], LOGPROBS[:4], strict=True)
+        )
     assert got_loss == pytest.approx(loss)
     assert got_gradient == pytest.approx(gradient)
     assert (sums["clip_ratio/low"], sums["clip_ratio/high"]) == clipped
-
-
-@pytest.mark.parametrize(
-    ("fields", "gradient", "num_low"),
-    [
-        ({"epsilon": 0.2}, [-1.2, -0.8, 0.8, 2.2], 1),  # .5 is raised to .8
-        # No lower bound unless set below 1, and epsilon says nothing of the upper one.
-        ({}, [-1.2, -0.5, 0.5, 2.2], 0),
-        ({"epsilon": 1.5}, [-1.2, -0.5, 0.5, 2.2], 0),
-        ({"epsilon_high": 0.3}, [-1.3, -0.5, 0.5, 2.2], 0),
-    ],
-)
-def test_cispo(fields, gradient, num_low):
-    """-sg(clip ρ)·A·logprob: the gradient is -clip(ρ)·A."""
-    loss, got, sums = loss_and_gradient(make_config(loss_type="cispo", **fields))
-    assert got == pytest.approx([*gradient, 0])
-    expected = [slope * logprob for slope, logprob in zip(gradient, LOGPROBS[:4], strict=True)]
-    assert loss == pytest.approx(sum(expected))
-    assert sums["clip_ratio/low"] == num_low
 
 
 @pytest.mark.parametrize(
@@ -256,7 +209,9 @@ def test_cispo(fields, gradient, num_low):
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_kl_is_k3(direction, loss_fn, fields):
     """k = e^x - x - 1 of x = ref - logprob; reverse multiplies it by ρ, never the completion's."""
-    config = make_config(beta=0.3, kl_gradient=direction, old_logprobs="sampler", **fields)
+    if direction == "forward":  # reverse, unless set
+        fields = fields | {"kl_gradient": "forward"}
+    config = make_config(beta=0.3, old_logprobs="sampler", **fields)
     gaps = rows(0.3, -0.2, 0.0, 1.0)
     ref = torch.cat([rows(*LOGPROBS[:4]) + gaps, rows(1e9)])
     loss, gradient, sums = loss_and_gradient(config, ref=ref, advantage=[0] * 5, loss_fn=loss_fn)
@@ -268,30 +223,6 @@ def test_kl_is_k3(direction, loss_fn, fields):
     assert sums["kl"] == pytest.approx(k3.sum().item())
     assert loss == pytest.approx(0.3 * penalty.sum().item())
     assert gradient == pytest.approx([*(0.3 * slope).tolist(), 0])
-
-
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_which_kl_the_gradient_is_of(direction):
-    """Expected over all tokens of a policy, against autograd through the divergence itself."""
-    generator = torch.Generator().manual_seed(0)
-    scores, ref = torch.randn(2, 7, generator=generator, dtype=torch.float64)
-    scores.requires_grad_()
-    logprobs, ref = scores.log_softmax(-1), ref.log_softmax(-1)
-    divergence = logprobs.exp() * (logprobs - ref)
-    config = make_config(beta=0.3)  # reverse, unless set
-    if direction == "forward":
-        divergence = ref.exp() * (ref - logprobs)
-        config = make_config(beta=0.3, kl_gradient="forward")
-    (wanted,) = torch.autograd.grad(divergence.sum(), scores, retain_graph=True)
-
-    # One completion of each token, as often as the policy draws it; advantages of 0 leave the KL.
-    got = torch.zeros_like(scores)
-    for token, chance in enumerate(logprobs.exp().tolist()):
-        drawn = logprobs[token, None]
-        args = (rows(0), rows(1), torch.zeros(1, dtype=torch.long), config)
-        loss, _ = grpo_loss(drawn, drawn.detach(), ref[token, None], *args)
-        got += chance * torch.autograd.grad(loss, scores, retain_graph=True)[0]
-    torch.testing.assert_close(got, 0.3 * wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -343,73 +274,13 @@ def test_off_policy_weights(fields, expected):
     assert math.isfinite(weights[4])
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"importance_level": "sequence"},
-        {"off_policy_correction": "mask"},
-        {"off_policy_correction": "sequence"},
-        {"off_policy_correction": "geometric_mask"},
-        {"off_policy_correction": "none"},
-        {"old_logprobs": "sampler"},
-    ],
-)
-def test_on_policy_all_are_the_plain_policy_gradient(loss_type, fields):
-    config = make_config(loss_type=loss_type, **fields)
-    weights = off_policy_weights(rows(*OLD), rows(*OLD), rows(*MASK), COMPLETION, config)
-    advantage = (rows(*ADVANTAGE) * weights).tolist()
-    _, gradient, _ = loss_and_gradient(config, [1.0] * 5, advantage=advantage)
-    share = [0.5, 0.5, 1, 1, 0] if loss_type == "grpo" else MASK
-    assert gradient == pytest.approx([-a * w for a, w in zip(ADVANTAGE, share, strict=True)])
-
-
-def test_sequence_weights_give_the_exact_policy_gradient():
-    """All nine completions of two tokens over three, as often as the server draws them.
-
-    The exact gradient is that of the expected reward. The product of a completion's ratios gives
-    it; each token's own ratio, which leaves out what comes before, does not.
-    """
-    generator = torch.Generator().manual_seed(1)
-    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)
-    # A row of scores for the first token, and one for the second after each first.
-    policy, server, reward = draw(4, 3).requires_grad_(), draw(4, 3), draw(3, 3)
-
-    def logprobs_of(scores, first, second):
-        rows_of_both = scores[[0, 1 + first]].log_softmax(-1)
-        return rows_of_both[[0, 1], [first, second]]
-
-    pairs = [*itertools.product(range(3), repeat=2)]
-    expected_reward = sum(logprobs_of(policy, *pair).sum().exp() * reward[pair] for pair in pairs)
-    (wanted,) = torch.autograd.grad(expected_reward, policy)
-    mask, completion = rows(1, 1), torch.zeros(2, dtype=torch.long)
-    errors = {}
-    for correction in ("sequence", "truncate", "geometric", "none"):
-        cap = {} if correction == "none" else {"correction_cap": 1e9}
-        config = make_config(off_policy_correction=correction, **cap)
-        total = torch.zeros((), dtype=torch.float64)
-        for pair in pairs:
-            logprobs, sampler = logprobs_of(policy, *pair), logprobs_of(server, *pair)
-            old = logprobs.detach()
-            weights = off_policy_weights(old, sampler, mask, completion, config)
-            advantages = reward[pair] * weights
-            loss, _ = grpo_loss(logprobs, old, None, advantages, mask, completion, config)
-            total = total - sampler.sum().exp() * loss
-        (got,) = torch.autograd.grad(total, policy)
-        errors[correction] = (got - wanted).abs().max().item()
-    assert errors.pop("sequence") < 1e-12
-    assert min(errors.values()) > 1e-3
-
-
 # -- their metrics ---------------------------------------------------------------------------------
 
 NO_ROW: Any = None
 
 
 def tokens_row(servers, sampler_logprobs, mask=None):
-    """A row of one completion token each."""
-    mask = torch.ones(len(servers)) if mask is None else torch.tensor(mask)
+    mask = torch.tensor(mask or [1.0] * len(servers))
     return MicroBatch(NO_ROW, mask, mask, rows(*sampler_logprobs), torch.tensor(servers))
 
 
@@ -425,6 +296,9 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
             row = tokens_row(servers[part], SAMPLER[part], MASK[part])
             sums.add({"kl": row.mask.sum()}, entropy, rows(*OLD[part]), row)
         metrics, by_server = sums.metrics()
+        of_no_rows, no_gaps = TokenSums(device).metrics()
+    assert no_gaps == {}
+    assert math.isnan(of_no_rows["sampling/current_logp_difference"])
     distances = [abs(gap) for gap in gaps]
     assert by_server == {7: pytest.approx(sum(distances[2:]) / 2)}  # one token judges no server
     k3 = [w - gap - 1 for w, gap in zip(W, gaps, strict=True)]
@@ -440,21 +314,6 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
         "kl": 1.0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-
-
-def test_servers_are_compared_token_by_token():
-    """Masked tokens are in no mean and no share."""
-    row = tokens_row([0, 1, 1, 2], [-1.0, -2.0, -4.0, -8.0], [1.0, 1.0, 0.0, 1.0])
-    with process_group(60) as device:
-        sums = TokenSums(device)
-        sums.add({}, row.mask, torch.zeros(4), row)
-        metrics, _ = sums.metrics()
-        assert metrics["sampling/current_share"] == pytest.approx(2 / 3)
-        assert metrics["sampling/current_logp_difference"] == (2 + 8) / 2
-        assert metrics["sampling/stale_logp_difference"] == 1
-        metrics, gaps = TokenSums(device).metrics()  # of a rank without rows
-        assert gaps == {}
-        assert math.isnan(metrics["sampling/current_logp_difference"])
 
 
 def sum_on_two_ranks():
@@ -483,25 +342,6 @@ def test_sums_on_two_ranks(tmp_path):
 # -- a loss of one's own ---------------------------------------------------------------------------
 
 
-def doubled(*arguments):
-    loss, sums = grpo_loss(*arguments)
-    return 2 * loss, {**sums, "loss/tokens_seen": arguments[4].sum()}
-
-
-def test_a_loss_of_ones_own(models, recipe, tmp_path):
-    """It replaces grpo_loss and nothing else: twice the loss, with another sum."""
-    with fake_server(models["untied"], answer) as one:
-        config = parse_args([recipe(one), "--max_steps", "1"])
-        main(config)
-        (before,) = read(tmp_path, "metrics")
-        main(replace(config, loss_fn=doubled))
-        (after,) = read(tmp_path, "metrics")
-    assert after["entropy"] == before["entropy"]
-    assert after["grad_norm"] == pytest.approx(2 * before["grad_norm"], rel=1e-5)
-    assert after["loss"] == pytest.approx(2 * before["loss"], rel=1e-5)
-    assert after["loss/tokens_seen"] == 1  # of each token, divided by their number
-
-
 def tried(monkeypatch, loss_fn, mask=(1.0, 1.0)):
     """The gradients of two log-probs of -1 and their entropies of 1, in a row of the trainer."""
     logprobs = torch.full((2,), -1.0, requires_grad=True)
@@ -521,9 +361,7 @@ NO_SCALAR = "TypeError: it must return a scalar of logprobs"
 @pytest.mark.parametrize(
     ("loss_fn", "reason"),
     [
-        (lambda *_: 1.0, "TypeError: "),
         (lambda logprobs, *_: logprobs.sum(), "TypeError: "),
-        (lambda logprobs, *_: (logprobs, {}), NO_SCALAR),
         (lambda logprobs, *_: (logprobs.detach().sum(), {}), NO_SCALAR),
         (lambda logprobs, *_: (logprobs.sum(), {"kl": 0.5}), "AttributeError: "),
         (lambda logprobs, *_: (logprobs.sum(), {"kl": logprobs}), "TypeError: .* not kl"),

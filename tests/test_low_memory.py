@@ -1,30 +1,32 @@
 """AdamW's state in 8 bits, and a base of LoRA in 4 bits."""
 
+import shutil
 import sys
-from contextlib import closing
 
 import pytest
 import torch
 import torch.distributed as dist
+from dequantize import write_base
 from fake_server import fake_server
-from helpers import RECIPE, ROOT, answer_in, make_model, on_forked_ranks, on_ranks, server
-from test_adapters import LORA, lora_config
+from helpers import ROOT, answer_in, on_forked_ranks, on_ranks
+from peft import LoraConfig, get_peft_model
+from test_adapters import lora_config
 from test_resume import assert_identical, run, start, weights  # noqa: F401
-from test_server import disturb, make_config, mismatch
+from test_server import make_config
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import training.model as model_module
 from config import UserError
-from prefix_attention import attach, completion_logprobs, pack
-from rollouts.rollouts import Rollouts
+from prefix_attention import completion_logprobs, pack
+from rollouts.processor import load_processor
 from rollouts.servers import ServerPool
 from server.messages import About
 from train import main, optimizer_step
 from training.loading import load_model
 from training.model import build_policy, build_reference
-from training.optimizer import adamw_8bit, build_optimizer
+from training.optimizer import build_optimizer
 from utils import process_group
 from vllm_client import ServerError
 from weights.publish import full_tensor, published_weights
@@ -40,6 +42,10 @@ ADAM = {
 
 
 # -- AdamW in 8 bits -------------------------------------------------------------------------------
+
+
+def config_of(**fields):
+    return make_config("m", "http://x", **fields)
 
 
 class Rounded:
@@ -70,11 +76,8 @@ def adamw(weight, gradients, rates, config, kind):
     beta1, beta2 = 0.9, config.adam_beta2
     decay = config.weight_decay if weight.ndim > 1 else 0.0
     first, second = kind(weight.shape, True), kind(weight.shape, False)
-    number = 0
-    for gradient, rate in zip(gradients, rates, strict=True):
-        if gradient is None:
-            continue
-        number += 1
+    updates = [pair for pair in zip(gradients, rates, strict=True) if pair[0] is not None]
+    for number, (gradient, rate) in enumerate(updates, 1):
         mean = beta1 * first.value + (1 - beta1) * gradient.double()
         square = beta2 * second.value + (1 - beta2) * gradient.double() ** 2
         first.keep(mean)
@@ -85,14 +88,15 @@ def adamw(weight, gradients, rates, config, kind):
 
 
 def some_gradients(model, num):
-    """Of several scales, so that the smallest of a block are rounded away."""
+    """Of several scales, so that the smallest of a block are rounded away; the third is none."""
     torch.manual_seed(3)
     gradients: list = []
     for _ in range(num):
-        gradients.append({
-            name: torch.randn_like(weight) * 10 ** torch.empty_like(weight).uniform_(-3, 0)
-            for name, weight in model.named_parameters()
-        })  # fmt: skip
+        of_update = {}
+        for name, weight in model.named_parameters():
+            scale = 10 ** torch.empty_like(weight).uniform_(-3, 0)
+            of_update[name] = torch.randn_like(weight) * scale
+        gradients.append(of_update)
     gradients[2] = None
     return gradients
 
@@ -107,10 +111,8 @@ def train_on(model, gradients, config, own=lambda gradient, weight: gradient):
     for of_update in gradients:
         rates.append(optimizer.param_groups[0]["lr"])
         for name, weight in model.named_parameters():
-            whole = torch.full(weight.shape, torch.nan)
-            if of_update:
-                whole = of_update[name].clone()
-            weight.grad = own(whole, weight)
+            nothing = torch.full(weight.shape, torch.nan)
+            weight.grad = own(of_update[name].clone() if of_update else nothing, weight)
         optimizer_step(model, optimizer, scheduler, 1.0, config)
     return optimizer, rates
 
@@ -118,7 +120,7 @@ def train_on(model, gradients, config, own=lambda gradient, weight: gradient):
 @pytest.mark.parametrize(("width", "kind"), [(64, Rounded), (62, Whole)])
 def test_adamw_written_out(width, kind):
     """64 x 64 values are in 8 bits, 64 x 62 are fewer than 4,096. In fp32: 1e-6 of a weight."""
-    config = make_config("m", "http://x", **ADAM)
+    config = config_of(**ADAM)
     torch.manual_seed(0)
     model = nn.Linear(width, 64)
     before = {name: weight.detach().double() for name, weight in model.named_parameters()}
@@ -148,7 +150,7 @@ def test_adamw_written_out(width, kind):
 def test_no_step_is_much_longer_than_the_rate(kind):
     """Where gradients of a block differ a thousandfold, or come seldom, as AdamW's are not."""
     torch.manual_seed(0)
-    config = make_config("m", "http://x", adam_8bit=True, learning_rate=1e-6, grad_norm=0.0)
+    config = config_of(adam_8bit=True, learning_rate=1e-6, grad_norm=0.0)
     scales = {
         "columns": torch.where(torch.arange(256) % 85 == 0, 1000.0, 1.0),
         "rows": torch.exp(2 * torch.randn(256)),
@@ -174,7 +176,6 @@ def make_whole():
 
 
 def shard_of(whole, weight):
-    """This rank's rows of a gradient."""
     part = weight.to_local()
     own = whole[dist.get_rank() * len(part) :][: len(part)].clone()
     return DTensor.from_local(own, weight.device_mesh, weight.placements)
@@ -185,7 +186,7 @@ def shards_main(output):
     model_module._layers = lambda model: []  # in this process alone: a model without layers
     with process_group(60) as device:
         for offload in (False, True):
-            config = make_config("m", "http://x", use_fsdp=True, fsdp_offload=offload, **ADAM)
+            config = config_of(use_fsdp=True, fsdp_offload=offload, **ADAM)
             policy = make_whole()
             gradients = some_gradients(policy, 6)
             model_module._shard(policy, config, device)
@@ -201,7 +202,7 @@ def test_shards_of_two_ranks(tmp_path):
     """Each has the state of its half, in 8 bits; the weights are those of one rank."""
     on_ranks(2, tmp_path, "test_low_memory.shards_main", tmp_path / "found")
     model = make_whole()
-    train_on(model, some_gradients(model, 6), make_config("m", "http://x", **ADAM))
+    train_on(model, some_gradients(model, 6), config_of(**ADAM))
     for offload in (False, True):
         found = torch.load(f"{tmp_path / 'found'}.{offload}")
         torch.testing.assert_close(found, model.weight.detach(), rtol=0, atol=1e-6)
@@ -214,14 +215,8 @@ def test_what_gpus_compile(monkeypatch):
     set_stance = torch.compiler.set_stance
     for stance in ("force_eager", "default"):
         monkeypatch.setattr(torch.compiler, "set_stance", lambda _, s=stance: set_stance(s))
-        config = make_config("m", "http://x", **ADAM)
         model = make_whole()
-        groups = [{"params": [model.weight], "weight_decay": 0.1}]
-        optimizer = adamw_8bit(groups, config)
-        for of_update in some_gradients(model, 6):
-            if of_update:
-                model.weight.grad = of_update["weight"]
-                optimizer.step()
+        train_on(model, some_gradients(model, 6), config_of(**ADAM))
         found.append(model.weight.detach())
     apart = (found[0] - found[1]).abs()
     assert (apart > 1e-6).double().mean() < 5e-3
@@ -250,55 +245,36 @@ def test_a_resumed_run_is_the_same_bit_for_bit(start, tmp_path, ranks, options):
 def test_shards_go_on_as_one_rank(start, tmp_path, monkeypatch):  # noqa: F811
     """Two ranks' shards, loaded by one: of small weights they were whole, and are rounded here."""
     command = start(*ON, "--save_steps", 2)
+    middle = [*command, "--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2")]
     run(1, command)
     expected = weights(tmp_path / "run")
     run(2, [*command, "--use_fsdp", "true"])
-    middle = str(tmp_path / "run" / "checkpoint-2")
-    run(1, [*command, "--resume_from_checkpoint", middle])
 
     def distance():
+        run(1, middle)
         found = weights(tmp_path / "run").items()
         return sum((weight - expected[name]).abs().mean().item() for name, weight in found)
 
     kept = distance()
     monkeypatch.setattr("training.checkpoints.set_optimizer_state_dict", lambda *_: None)
     monkeypatch.setattr("training.checkpoints.dcp.load", lambda *_, **__: None)
-    run(1, [*command, "--resume_from_checkpoint", middle])
     assert kept < distance() / 10
 
 
-def test_shards_that_cut_a_block_are_refused(tmp_path):
+def test_shards_that_cut_a_block_are_refused(start, models, tmp_path):  # noqa: F811
     """68 x 64 values are 17 blocks of 256: the half of a rank would begin within one."""
-    shape = Qwen3Config(
-        vocab_size=99, hidden_size=64, intermediate_size=68, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=256,
-    )  # fmt: skip
-    model = make_model(tmp_path / "model")
-    Qwen3ForCausalLM(shape).save_pretrained(model)
-    with fake_server(model, answer_in(0.02)) as fake:
-        path = tmp_path / "recipe_of_blocks.py"
-        path.write_text(RECIPE.format(model=model, urls=[fake.url], output=str(tmp_path / "run")))
-        command = [str(path), *ON, "--max_steps", "2", "--save_steps", "1"]
-        run(1, command)
-        middle = str(tmp_path / "run" / "checkpoint-1")
-        resumed = [*command, "--use_fsdp", "true", "--resume_from_checkpoint", middle]
+    shape = AutoConfig.from_pretrained(models["untied"], intermediate_size=68)
+    model = shutil.copytree(models["untied"], tmp_path / "model")
+    AutoModelForCausalLM.from_config(shape).save_pretrained(model)
+    with fake_server(str(model), answer_in(0.02)) as fake:
+        fields = {"max_steps": 2, "save_steps": 1, "model_id": model, "vllm_urls": fake.url}
+        run(1, start(*ON, **fields))
+        middle = tmp_path / "run" / "checkpoint-1"
+        resumed = start(*ON, use_fsdp=True, resume_from_checkpoint=middle, **fields)
         done = on_forked_ranks(2, ROOT / "train.py", *resumed)
     assert done.returncode == 1
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1
-    assert (
-        "cannot be loaded, perhaps by this number of ranks: ValueError: Invalid start or end"
-        in said[0]
-    )
-
-
-@pytest.mark.parametrize(("before", "after"), [("false", "true"), ("true", "false")])
-def test_it_may_not_change(start, tmp_path, before, after):  # noqa: F811
-    run(1, start("--adam_8bit", before, "--save_steps", 2))
-    middle = tmp_path / "run" / "checkpoint-2"
-    resumed = start("--adam_8bit", after, "--resume_from_checkpoint", middle)
-    with pytest.raises(UserError, match=rf"was trained with adam_8bit={before.title()}, not"):
-        run(1, resumed)
+    (said,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "cannot be loaded, perhaps by this number of ranks: ValueError: Invalid start or" in said
 
 
 @pytest.mark.parametrize(
@@ -321,6 +297,10 @@ def base_config(model, url="http://x", **fields):
     return lora_config(model, url, base_4bit=True, **fields)
 
 
+PROMPT, COMPLETION = [5, 20, 33, 41], [7, 8, 50, 51, 52]
+(ROW,) = pack([(PROMPT, [COMPLETION])], share_prefix=False)
+
+
 def dequantized(path):
     """A plain model whose linear layers, but for the head, were rounded to 4 bits and back."""
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -331,11 +311,10 @@ def dequantized(path):
     return model
 
 
-def logprobs_of(model, prompt, completion):
-    """Log-probs by one plain forward."""
-    ids = torch.tensor([prompt + completion])
+def logprobs_of(model):
+    ids = torch.tensor([PROMPT + COMPLETION])
     logits = model(ids).logits.log_softmax(-1)
-    return logits[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return logits[0, len(PROMPT) - 1 : -1].gather(1, ids[0, len(PROMPT) :, None])[:, 0]
 
 
 COMPILED = pytest.param({"torch_compile": True}, marks=pytest.mark.slow)
@@ -344,41 +323,34 @@ COMPILED = pytest.param({"torch_compile": True}, marks=pytest.mark.slow)
 @pytest.mark.parametrize("fields", [{}, {"gradient_checkpoint": True}, COMPILED], ids=str)
 def test_gradients_of_adapters(models, fields):
     """Those of plain peft over plain weights, to fp32's rounding; also after other forwards."""
-    from peft import LoraConfig, get_peft_model
-
     lora = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear")
     plain: nn.Module = get_peft_model(dequantized(models["untied"]), lora)
-    whole = AutoModelForCausalLM.from_pretrained(models["untied"])
-    prompt, completion = [5, 20, 33, 41], [7, 8, 50, 51, 52]
     config = base_config(models["untied"], beta=0.1, **fields)
     with process_group(60) as device:
         policy = build_policy(config, device)
         with torch.no_grad():
             policy.eval()
-            policy(torch.tensor([prompt]))
+            policy(torch.tensor([PROMPT]))
             policy.train()
         adapters = {n: w for n, w in policy.named_parameters() if w.requires_grad}
-        for name, weight in plain.named_parameters():
+        theirs = {n: w for n, w in plain.named_parameters() if ".lora_" in n}
+        for name, weight in theirs.items():
             if ".lora_B" in name:
                 nn.init.normal_(weight, std=0.05)
-            if ".lora_" in name:
-                adapters[name].data.copy_(weight.data)
+            adapters[name].data.copy_(weight.data)
 
-        (row,) = pack([(prompt, [completion])], share_prefix=False)
-        found = completion_logprobs(policy, row)
-        expected = logprobs_of(plain, prompt, completion)
+        found, expected = completion_logprobs(policy, ROW), logprobs_of(plain)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        difference = (logprobs_of(whole, prompt, completion) - expected).abs().mean()
-        assert difference > 0.05  # the test can tell the base of 4 bits from the whole one
+        whole = logprobs_of(AutoModelForCausalLM.from_pretrained(models["untied"]))
+        assert (whole - expected).abs().mean() > 0.05  # the test can tell it from a base of 4 bits
 
         (found * torch.arange(5.0)).sum().backward()
         (expected * torch.arange(5.0)).sum().backward()
-        for name, weight in plain.named_parameters():
-            if ".lora_" in name:
-                torch.testing.assert_close(adapters[name].grad, weight.grad, rtol=1e-4, atol=1e-5)
+        for name, weight in theirs.items():
+            torch.testing.assert_close(adapters[name].grad, weight.grad, rtol=1e-4, atol=1e-5)
         if not fields:
-            found = build_reference(policy, config, device)(row, {})
-            expected = logprobs_of(dequantized(models["untied"]), prompt, completion)
+            found = build_reference(policy, config, device)(ROW, {})
+            expected = logprobs_of(dequantized(models["untied"]))
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -392,16 +364,14 @@ def test_the_dtype_in_which_a_base_computes(models, fields):
 def test_a_reference_of_another_name_is_whole(models):
     config = base_config(models["untied"], beta=0.1, reference_id=models["tied"])
     with process_group(60) as device:
-        policy = build_policy(config, device)
-        (row,) = pack([([5, 20, 33], [[7, 8, 50]])], share_prefix=False)
-        found = build_reference(policy, config, device)(row, {})
+        found = build_reference(build_policy(config, device), config, device)(ROW, {})
     plain = AutoModelForCausalLM.from_pretrained(models["tied"])
-    torch.testing.assert_close(found, logprobs_of(plain, [5, 20, 33], [7, 8, 50]))
+    torch.testing.assert_close(found, logprobs_of(plain))
 
 
 def test_what_cannot_have_a_base_in_4_bits(models):
     with pytest.raises(UserError, match="base_4bit has no effect with use_peft=False"):
-        make_config("m", "http://x", base_4bit=True)
+        config_of(base_4bit=True)
     with pytest.raises(UserError, match="base_4bit cannot be sharded: unset use_fsdp"):
         base_config("m", use_fsdp=True)
     with process_group(60) as device:
@@ -410,59 +380,44 @@ def test_what_cannot_have_a_base_in_4_bits(models):
             list(published_weights(policy))
 
 
-def test_servers_of_another_base_are_refused(models):
+def test_servers_of_another_base_are_refused(models, stand_in):
     """Of the model itself, before anything is loaded; and those that take whole weights."""
-    with fake_server(models["untied"], answer_in(0.0)) as fake:
-        said = "serves the model itself, and not what scripts/dequantize.py makes of it"
-        with pytest.raises(ServerError, match=said):
+
+    def refused(message):
+        with pytest.raises(ServerError, match=message):
             ServerPool(base_config(models["untied"], fake.url)).wait_until_ready()
-    with fake_server(models["tied"], answer_in(0.0)) as fake:
-        about = About(["x", models["untied"]], 128, "float32", 0, False)
-        fake.about = lambda: about  # type: ignore[method-assign]
-        said = "takes whole weights, and base_4bit has none: give it --enable-lora"
-        with pytest.raises(ServerError, match=said):
-            ServerPool(base_config(models["untied"], fake.url)).wait_until_ready()
+
+    fake = stand_in()
+    refused("serves the model itself, and not what scripts/dequantize.py makes of it")
+    fake.about = lambda: About(["x", models["untied"]], 128, "float32", 0, False)
+    refused("takes whole weights, and base_4bit has none: give it --enable-lora")
 
 
 def test_replays_on_two_ranks_and_after_a_stop(start, tmp_path):  # noqa: F811
     """Two ranks agree with one, to the rounding of sums; a run that goes on, to the bit."""
     run(1, start("--parts", "recipes.replay.save"))
-    command = start("--use_peft", "true", "--base_4bit", "true")
-    command += ["--learning_rate", "0.001", "--save_steps", "2"]
+    base = {"use_peft": True, "base_4bit": True, "learning_rate": 0.001, "save_steps": 2}
     found = {}
 
-    def replay(ranks, words):
+    def replayed(ranks, output, **more):
+        words = start(**base, output_dir=output, **more)
         done = on_forked_ranks(ranks, ROOT / "recipes" / "replay.py", tmp_path / "run", *words)
         assert done.returncode == 0, done.stderr[-3000:]
+        return weights(output)
 
     for ranks in (1, 2):
         output = tmp_path / f"of_{ranks}"
-        words = [*command, "--output_dir", str(output)]
-        replay(ranks, words)
-        found[ranks] = weights(output)
+        found[ranks] = replayed(ranks, output)
         assert all(".lora_" in name for name in found[ranks])
-        replay(ranks, [*words, "--resume_from_checkpoint", str(output / "checkpoint-2")])
-        assert_identical(weights(output), found[ranks])
-    for name, weight in found[1].items():
-        torch.testing.assert_close(found[2][name], weight, rtol=1e-3, atol=1e-5)
+        again = replayed(ranks, output, resume_from_checkpoint=output / "checkpoint-2")
+        assert_identical(again, found[ranks])
+    torch.testing.assert_close(found[2], found[1], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.server
-def test_a_real_server_of_the_same_base(models, tmp_path):
-    """scripts/dequantize.py writes it."""
-    from dequantize import write_base
-
+def test_the_base_that_servers_get(models, tmp_path):
+    """scripts/dequantize.py writes it: a plain model, to which an adapter is added as to any."""
     write_base(base_config(models["untied"]), tmp_path / "base")
-    options = (*LORA, "--served-model-name", models["untied"])
-    with server(str(tmp_path / "base"), tmp_path / "log", *options) as started:
-        config = base_config(models["untied"], started.wait())
-        with process_group(120) as device:
-            torch.manual_seed(0)
-            with closing(Rollouts(config, device)) as rollouts:
-                policy = attach(build_policy(config, device))
-                rollouts.publish(policy, 0)
-                disturb(policy, 1)
-                rollouts.publish(policy, 1)
-                apart, versions = mismatch(policy, rollouts, config, device)
-                assert apart <= 2e-5
-                assert versions == [1]
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    expected = dequantized(models["untied"])
+    torch.testing.assert_close(written.state_dict(), expected.state_dict(), rtol=0, atol=1e-6)
+    assert load_processor(make_config(str(tmp_path / "base"), "http://x")).eos_token == "<eos>"

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_gradients import make_config
+from helpers import far_from_uniform
+from test_gradients import device, make_config
 from test_prefix_models import SIZES
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -13,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from config import UserError
 from prefix_attention import evaluating
 from training.model import build_policy, build_reference, recompute_layers, share_prefixes
-from utils import process_group
+
+__all__ = ["device"]
 
 IDS = torch.arange(5, 25)[None]
 SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -34,10 +36,7 @@ def save(family, folder):
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**NOISY[family])
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(5 if weight.ndim > 1 else 1)
-    model.save_pretrained(folder)
+    far_from_uniform(model).save_pretrained(folder)
     return str(folder)
 
 
@@ -49,12 +48,6 @@ def build(path, device, **fields):
         if "lora_B" in name:
             nn.init.normal_(weight, std=0.05)
     return policy
-
-
-@pytest.fixture(scope="module")
-def device():
-    with process_group(60) as device:
-        yield device
 
 
 def gradients(logits, model):

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,12 @@ import pytest
 import requests
 from documents import DOCUMENTS, blocks
 from fake_server import fake_server
+from test_config import make as make_config
 from test_turns import TOOLS, ids_of, tokenizer_of
 
 openai = pytest.importorskip("openai", reason="comes with vLLM")
 
-from config import TrainConfig, UserError
+from config import UserError
 from recipes.openai_agent import hermes_calls, trained
 from rollouts.custom import fill_by_rollout_fn
 from rollouts.data import make_prompt
@@ -112,30 +114,10 @@ def check(scripted, agent, replies, num_segments, **options):
     return segments
 
 
-def calculator_loop(client, question):
-    """The usual loop: until no tool is called."""
-    messages = [user(question)]
-    while True:
-        message = ask(client, messages, tools=TOOLS)
-        messages.append(message.model_dump())
-        if not message.tool_calls:
-            return message.content
-        for call in message.tool_calls:
-            numbers = json.loads(call.function.arguments)
-            result = str(numbers["a"] + numbers["b"])
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-
-
-def config_with(rollout_fn):
-    return TrainConfig(
-        model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], rollout_fn=rollout_fn
-    )
-
-
 def test_what_a_row_gives_the_template_stands_below_what_a_request_gives(scripted, tokenizer):
     scripted.replies = {"hi": "yo", "again": "yes"}
     row = {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
-    prompt = make_prompt(0, {"prompt": [user("hi")], **row}, tokenizer, config_with(None))
+    prompt = make_prompt(0, {"prompt": [user("hi")], **row}, tokenizer, make_config())
     thinks = {"chat_template_kwargs": {"enable_thinking": True}}
 
     def agent(url, prompt):
@@ -148,24 +130,54 @@ def test_what_a_row_gives_the_template_stands_below_what_a_request_gives(scripte
     assert of_request == ids_of(tokenizer, [user("again")], tools=TOOLS, enable_thinking=True)
 
 
-def test_a_loop_of_tools_is_one_segment(scripted, tokenizer):
-    thought = "<think>\nI add\n</think>\n\n"
-    scripted.replies = {"tool_response>\n5": "It is 5", "2+3": thought + CALL}
-    agent = lambda url, prompt: {
-        "right": calculator_loop(client_of(url), prompt.content) == "It is 5"
-    }
-    (segment,) = check(scripted, agent, [thought + CALL, "It is 5"], 1)
+@pytest.fixture(scope="module")
+def documents():
+    """What docs/agents.md defines."""
+    ran: dict[str, Any] = {}
+    exec("".join(blocks("python", DOCUMENTS["docs/agents.md"])), ran)
+    return ran
+
+
+LENGTH = CALL.replace("add", "length").replace('{"a": 2, "b": 3}', '{"of": "abc"}')
+ABC = {"question": "abc", "answer": "3"}
+
+
+def test_a_loop_of_tools_is_one_segment(scripted, tokenizer, documents):
+    """The documents' own."""
+    thought = "<think>\nI count\n</think>\n\n"
+    scripted.replies = {"tool_response>\n3": "It is 3", "abc": thought + LENGTH}
+    fields = {"rollout_fn": documents["config"].rollout_fn, "prompt": Prompt(0, [5], "", ABC)}
+    (segment,) = check(scripted, None, [thought + LENGTH, "It is 3"], 1, **fields)
     assert segment.finish_reason == "stop"
-    assert segment.info["right"] is True
+    assert segment.info["turns"] == 2
     messages = segment.info["messages"]
+    assert documents["says_it"]([""], [messages], ["3"]) == [1.0]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
-    function = {"name": "add", "arguments": {"a": 2, "b": 3}}
+    function = {"name": "length", "arguments": {"of": "abc"}}
     assert messages[1]["tool_calls"][0]["function"] == function
     # What the policy saw is what the template makes of the conversation.
-    raw = [messages[0], {"role": "assistant", "content": thought + CALL}, messages[2]]
-    assert scripted.asked[1] == ids_of(tokenizer, raw, tools=TOOLS)
-    whole = [*scripted.asked[1], *tokenizer("It is 5<|im_end|>")["input_ids"]]
+    raw = [messages[0], {"role": "assistant", "content": thought + LENGTH}, messages[2]]
+    assert scripted.asked[1] == ids_of(tokenizer, raw, tools=documents["TOOLS"])
+    whole = [*scripted.asked[1], *tokenizer("It is 3<|im_end|>")["input_ids"]]
     assert [*segment.prompt_ids, *segment.token_ids] == whole
+
+
+@pytest.mark.parametrize(
+    ("rollout_fn", "first", "second", "num_segments"),
+    [
+        ("answer_and_check", LENGTH, "no", 2),
+        ("ask_again", LENGTH, "yes", 1),
+        ("ask_again", "<think>\nhm\n</think>\n\n5", "yes", 2),
+    ],
+)
+def test_turns_of_the_documents(
+    scripted, tokenizer, documents, rollout_fn, first, second, num_segments
+):
+    """Segments, and turns that are joined or not."""
+    scripted.replies = {"sure": "yes", "Is this right": "no", "abc": first}
+    prompt = Prompt(0, ids_of(tokenizer, [user("abc")]), "abc", ABC)
+    fields = {"rollout_fn": documents[rollout_fn], "prompt": prompt}
+    check(scripted, None, [first, second], num_segments, **fields)
 
 
 def test_stripped_thinking_and_compaction_are_segments(scripted, tokenizer):
@@ -202,11 +214,8 @@ def test_two_agents_in_parallel(scripted):
 
     def agent(url, prompt):
         for questions in (("plan", "criticize"), ("plan", "plan")):
-            threads = [threading.Thread(target=converse, args=(url, text)) for text in questions]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(2) as threads:
+                list(threads.map(partial(converse, url), questions))
 
     # Of replies that are alike, a conversation goes on from one that no other has taken.
     check(scripted, agent, ["do it", "bad", "do it", "do it", *["yes"] * 4], 4)
@@ -229,9 +238,6 @@ def test_a_lost_reply_trains_once(scripted):
 
     check(scripted, agent, ["five", "three"], 1)
     assert len(scripted.asked) == 3
-
-
-OTHER_CALL = {"name": "add", "arguments": '{"a": 3, "b": 3}'}
 
 
 @pytest.mark.parametrize(
@@ -260,17 +266,6 @@ def test_what_is_not_the_same_conversation(scripted, changes, tools, num_segment
     check(scripted, agent, [" " + CALL, "done"], num_segments)
 
 
-def test_an_answer_that_was_stripped_goes_on(scripted):
-    scripted.replies = {"again": "three", "q 1 2": " five "}
-
-    def agent(url, prompt):
-        talk = Talk(url)
-        answer = {"role": "assistant", "content": talk.ask("q 1 2").strip()}
-        ask(talk.client, [talk.messages[0], answer, user("again")])
-
-    assert len(run(scripted, agent)) == 1
-
-
 def test_a_question_asked_twice_is_a_branch(scripted):
     """The first reply trains in one segment, and stands in the prompt of the other."""
     scripted.replies = {"again": "three", "2+3": "five"}
@@ -287,17 +282,18 @@ def test_a_question_asked_twice_is_a_branch(scripted):
 
 
 def test_a_turn_that_was_too_long_comes_again(scripted):
-    """It is refused, and what goes on from there in other words still joins the turn before."""
-    scripted.replies = {"short": "yes", "2+3": "no"}
+    """It is refused; what goes on from there, below a stripped answer, joins the turn before."""
+    scripted.replies = {"short": "yes", "2+3": " no "}
 
     def agent(url, prompt):
         talk = Talk(url)
         talk.ask("2+3")
+        talk.messages[-1] = {"role": "assistant", "content": "no"}
         with pytest.raises(openai.BadRequestError, match="context_length_exceeded"):
             talk.ask("long" * 100)
         talk.ask("short")
 
-    check(scripted, agent, ["no", "yes"], 1, max_len=200)
+    check(scripted, agent, [" no ", "yes"], 1, max_len=200)
 
 
 def test_an_agent_that_outgrows_its_room_is_cut(scripted):
@@ -364,12 +360,11 @@ def test_the_last_answer_gives_the_messages(scripted, tokenizer):
         return generate(ids, params)
 
     def agent(url, prompt):
-        slow = threading.Thread(target=lambda: Talk(url).ask("slow"))
-        slow.start()
-        first_is_in.wait(10)
-        Talk(url).ask("quick")
-        second_is_out.set()
-        slow.join()
+        with ThreadPoolExecutor() as threads:
+            threads.submit(Talk(url).ask, "slow")
+            first_is_in.wait(10)
+            Talk(url).ask("quick")
+            second_is_out.set()
 
     scripted.server.generate = in_turn
     segments = run(scripted, agent)
@@ -433,31 +428,31 @@ def test_requests_that_are_refused(scripted, options, message):
     assert len(run(scripted, agent, max_len=100)) == 1
 
 
-def test_what_an_agent_does_wrong(scripted):
-    scripted.replies = {"2+3": "five"}
-    with pytest.raises(ValueError, match="the agent got no reply"):
-        run(scripted, lambda url, prompt: None)
-    with pytest.raises(TypeError, match="the agent returned 'five': no dictionary of columns"):
-        run(scripted, lambda url, prompt: Talk(url).ask("2+3"))
-
-
 @pytest.mark.parametrize(
     ("rollout_fn", "message"),
     [
-        (trained(lambda url, prompt: {"": 1 / 0}, max_len=100), "raised ZeroDivisionError: division by zero"),
+        (
+            trained(lambda *_: {"": 1 / 0}, max_len=100),
+            "raised ZeroDivisionError: division by zero",
+        ),
+        (trained(lambda *_: None, max_len=100), "raised ValueError: the agent got no reply"),
         (lambda *_: sys.exit(3), "raised SystemExit: 3"),  # rank 0 alone would leave the run
     ],
-)  # fmt: skip
+)
 def test_a_rollout_fn_that_fails_or_exits(scripted, rollout_fn, message):
     group = Group(Prompt(0, [5], "", {}))
     with pytest.raises(UserError, match=f"rollout_fn on dataset row 0 {message}"):
-        fill_by_rollout_fn(group, scripted.server, SAMPLING, config_with(rollout_fn))
+        fill_by_rollout_fn(group, scripted.server, SAMPLING, make_config(rollout_fn=rollout_fn))
 
 
-def test_a_column_that_an_agent_gives_is_refused_at_the_start():
-    config = config_with(trained(lambda url, prompt: None, max_len=100))
+def test_what_an_agent_hands_back(scripted):
+    """Columns for the rewards, known at the start: a dataset's of that name is refused."""
+    scripted.replies = {"2+3": "five"}
+    answers = trained(lambda url, prompt: Talk(url).ask("2+3"), max_len=5000)
+    with pytest.raises(TypeError, match="the agent returned 'five': no dictionary of columns"):
+        run(scripted, None, rollout_fn=answers)
     with pytest.raises(ValueError, match="its column messages has the name of another argument"):
-        make_prompt(0, {"prompt": "a", "messages": []}, None, config)
+        make_prompt(0, {"prompt": "a", "messages": []}, None, make_config(rollout_fn=answers))
 
 
 def test_a_lost_server_is_no_fault_of_the_agent(scripted):
@@ -474,39 +469,12 @@ def test_a_lost_server_is_no_fault_of_the_agent(scripted):
         run(lost, agent, max_len=100)
 
 
-def test_the_documents_agents(scripted, tokenizer):
-    """Those of docs/agents.md: a loop with a tool, segments, and turns joined or not."""
-    loop, check_it, again = blocks("python", DOCUMENTS["docs/agents.md"])
-    ran: dict[str, Any] = {}
-    exec(loop + check_it + again, ran)
-    call = CALL.replace("add", "length").replace('{"a": 2, "b": 3}', '{"of": "abc"}')
-    thought = "<think>\nhm\n</think>\n\n5"
-    prompt = Prompt(0, ids_of(tokenizer, [user("abc")]), "abc", {"question": "abc", "answer": "3"})
-    others = {"sure": "yes", "Is this right": "no", "tool_response>\n3": "It is 3"}
-    for rollout_fn, first, second, num_segments in (
-        (ran["answer_and_check"], call, "no", 2),
-        (ran["ask_again"], call, "yes", 1),
-        (ran["ask_again"], thought, "yes", 2),
-        (ran["config"].rollout_fn, call, "It is 3", 1),
-    ):
-        scripted.replies = others | {"abc": first}
-        fields = {"rollout_fn": rollout_fn, "prompt": prompt}
-        segments = check(scripted, None, [first, second], num_segments, **fields)
-    info = segments[-1].info
-    assert info["turns"] == 2
-    assert ran["says_it"]([""], [info["messages"]], ["3"]) == [1.0]
-
-
 def test_calls_of_tools():
     words, calls = hermes_calls(f"I add. {CALL}\n{CALL}")
     assert words == "I add."
     found = [(name, json.loads(arguments)) for name, arguments in calls]
     assert found == [("add", {"a": 2, "b": 3})] * 2
-    broken = (
-        "{broken}",
-        '{"arguments": {}}',
-        '{"name": "add", "arguments": [1]}',
-        '{"name": "add", "arguments": null}',
-    )
+    broken = ["{broken}", '{"arguments": {}}']
+    broken += [f'{{"name": "add", "arguments": {arguments}}}' for arguments in ("[1]", "null")]
     for text in ("no call", *(f"<tool_call>\n{call}\n</tool_call>" for call in broken)):
         assert hermes_calls(text) == (text, [])

@@ -142,13 +142,11 @@ def test_flash_attention_4_leaves_calls_of_many_pieces():
     segments = []
     for number in range(300):
         segments += [(2 * number, 2, 0, 0), (600 + number, 1, 2, 0)]
-    tree = Tree(segments)
-    tensors = [
-        torch.randn(900, heads, 64, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
-    ]
+    draw = lambda heads: torch.randn(900, heads, 64, dtype=torch.float64, requires_grad=True)
+    tensors = [draw(4), draw(2), draw(2)]
 
     def results():
-        out = _Cascade.apply(*tensors, None, tree, 0.1)
+        out = _Cascade.apply(*tensors, None, Tree(segments), 0.1)
         return [out, *torch.autograd.grad(out.square().sum(), tensors)]
 
     expected = results()
@@ -222,31 +220,21 @@ def test_to_the_last_digit(family, kernels, exact):
     assert bool(calls) == (on_gpu and not has_no_kernel)
 
 
-def test_one_call_per_level():
+# Stripped thoughts: branches that see 14, 10, 6 and 2 tokens of a history.
+SEGMENTS = [([1, 2, *range(20, 20 + 4 * n)], [10 + n] * 3) for n in range(5)]
+STRIPPED = ([1, 2], [SEGMENTS])
+
+
+@pytest.mark.parametrize(
+    ("groups", "calls"),
+    [
+        ([STRIPPED, ([5] * 3, [[6] * 9, [7] * 5, [8] * 2])], [(28 + 16, 28 + 16), (13, 32 + 3)]),
+        ([STRIPPED], [(28, 28), (4, 24), (4, 8)]),  # never more keys than the row has tokens
+    ],
+)
+def test_one_call_per_level(groups, calls):
     """In the forward of a layer, of whole slices; the plan of a row is made once."""
-    random = torch.Generator().manual_seed(0)
-    length = lambda most: int(torch.randint(1, most, (), generator=random))
-    tokens = lambda number: torch.randint(3, 97, (number,), generator=random).tolist()
-    groups = []
-    for number in range(40):
-        completions = [[c, *tokens(length(20))] for c in range(1 + length(4))]
-        groups.append(([number, *tokens(length(40))], completions))
     (row,) = pack(groups)
-    assert row.tree is not None
-    roots = [segment for segment in row.tree.segments if segment[2] == 0]
-    num_roots = sum(segment[1] for segment in roots)
-    prompts = [len(prompt) for prompt, completions in groups if len(completions) > 1]
-    below = row.num_tokens - num_roots
-    check_calls(row, [(row.num_tokens, row.num_tokens), (below, sum(prompts))])
-
-    # Stripped thoughts: branches that see 14, 10, 6 and 2 tokens of a history, over the row's 28.
-    groups = [([1, 2], [[([1, 2, *range(20, 20 + 4 * n)], [10 + n] * 3) for n in range(5)]])]
-    (row,) = pack(groups)
-    check_calls(row, [(28, 28), (4, 24), (4, 8)])
-
-
-def check_calls(row, expected):
-    """Queries and keys of the kernel calls of each layer; queries are views of the row's."""
     shapes = []
 
     def counted(q, k, v, *arguments, **options):
@@ -258,5 +246,5 @@ def check_calls(row, expected):
     prefix_attention._blocks.cache_clear()
     with written_out(counted):
         completion_logprobs(model, row).sum().backward()
-    assert shapes == expected * len(model.model.layers)
+    assert shapes == calls * len(model.model.layers)
     assert prefix_attention._blocks.cache_info().misses == 1

@@ -13,7 +13,6 @@ from recipes.rewards import (
     countdown,
     exact_match,
     format_reward,
-    last_boxed,
     length_penalty,
     math_answer,
 )
@@ -36,54 +35,37 @@ def called(function, timeout_s, **arguments):
         return pool.call(function, arguments, timeout_s)
 
 
-@pytest.mark.parametrize("truth", ["4", "x+4"])
-def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(tmp_path, truth):
+def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(tmp_path):
     """The last of them would touch a file if it were code."""
     code = rf"\boxed{{__import__('pathlib').Path('{tmp_path}/run').touch()}}"
-    texts = [*BOMBS, code, rf"so \boxed{{{truth}}}", rf"\boxed{{ {truth} }}", r"\boxed{5}"]
-    answers = [truth] * len(texts)
-    values = called(math_answer, 40, prompts=answers, completions=texts, answer=answers)
-    assert values == [0.0] * (len(BOMBS) + 1) + [1.0, 1.0, 0.0]
+    hostile = [(text, "4") for text in (*BOMBS, code)] + [(BOMBS[0], "x+4"), (BOMBS[-1], "x+4")]
+    fine = [(r"so \boxed{4}", "4"), (r"\boxed{x+4}", "x+4"), (r"\boxed{5}", "4")]
+    texts, answers = zip(*hostile, *fine, strict=True)
+    arguments = {"prompts": answers, "completions": texts, "answer": answers}
+    values = called(math_answer, 40, **arguments)
+    assert values == [0.0] * len(hostile) + [1.0, 1.0, 0.0]
     assert not (tmp_path / "run").exists()
 
 
 RIGHT = [
-    "(50 - 2) / 4 + 8",
-    "-(2 - 50) / 4 + 8",
-    "8\t+\n+(50 - 2) / 4",
+    "(50 - 2) / 4 + 8", "-(2 - 50) / 4 + 8", "8\t+\n+(50 - 2) / 4",
     "<think>2 + 2</think>\n<answer> (50 - 2) / 4 + 8 </answer>",
     "<answer>1 + 1</answer> no: <answer>8+(50-2)/4 = 20</answer>",
-    "<answer>\n8 + (50 - 2) / 4\n</answer>",
     "<answer>8 + (50 - 2) / 4</answer></answer>",
-]
+]  # fmt: skip
 WRONG = [
     "8 + 4 * (50 - 2) / 16",  # 20, with a number that is not given
     "(50 - 2) / 4 + 8 + 8 - 8",  # 8 more than once
     "8 + 4 * 2 + 4",  # 20, with 4 twice
     "2 * 8 + 4",  # 20, without the 50
-    "(50 - 8 - 2) / 2",  # 20, without the 4
     "50 - 2 * 8 - 4",  # 30
-    "50 - 2 / 4 + 8",  # 57.5
     "(50 - 2) / 4 + 8 = 21",
-    "20",
-    "",
-    "<answer></answer>",
-    "(50 - 2) // 4 + 8",
-    "50 ** 2 ** 4 ** 8",
-    "9" * 250,
-    "9" * 10**6,
-    "(" * 140 + "4" + ")" * 140,
-    "-" * 290 + "4",
-    "50 / (2 - 2) + 4 + 8",
-    "50 - 2 / 4 + 8.0",
-    "(50, 2, 4, 8)",
-    "__import__('os').getpid()",
-    "5_0 - 2 / 4 + 8",
-    "(50 - 2) / 4 + 08",
-    "(50 - 2) / ٤ + 8",
-    "50 2 4 8",
-    "(50 - 2) / 4 + 8\0",
-]
+    # Nothing, other operators, numbers too long, nested too deeply, by zero, and what is no number.
+    "20", "", "<answer></answer>", "(50 - 2) // 4 + 8", "50 ** 2 ** 4 ** 8", "9" * 250, "9" * 10**6,
+    "(" * 140 + "4" + ")" * 140, "-" * 290 + "4", "50 / (2 - 2) + 4 + 8", "50 - 2 / 4 + 8.0",
+    "(50, 2, 4, 8)", "__import__('os').getpid()", "5_0 - 2 / 4 + 8", "(50 - 2) / 4 + 08",
+    "(50 - 2) / ٤ + 8", "50 2 4 8", "(50 - 2) / 4 + 8\0",
+]  # fmt: skip
 
 
 def test_countdown():
@@ -98,33 +80,13 @@ def test_countdown():
     assert countdown(["1+2=3", "1/2"], **as_in_jsonl) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "boxed"),
-    [
-        (r"so \boxed{4}", "4"),
-        (r"\boxed{1} and then \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\fbox{3}", "3"),
-        (r"$\boxed 5$", "5"),
-        (r"\boxed{1} \boxed{2", None),
-        ("4", None),
-        ("", None),
-        (r"\boxed", None),
-        (r"\boxed{}", ""),
-        (r"\boxed{1} so \fbox{2}", "1"),
-    ],
-)
-def test_last_boxed(text, boxed):
-    assert last_boxed(text) == boxed
-
-
 SAME = [
-    (r"\dfrac12", "1/2"), (r"\frac{1}{2}", "0.5"), (r"\sqrt3", r"\sqrt{3}"), ("x = 5", "5"), ("1,000", "1000"),
-    (r"50\%", "50"), (r"90^\circ", "90"), (".5", r"\tfrac{1}{2}"), (r"\left( 1, 2 \right)", "(1,2)"),
-    (r"5 \text{ cm}", "5"),
-    (r"\$12", "12"), (r"\text{Monday}", "Monday"), (r"\frac1{72}", r"\frac{1}{72}"), ("x+1.", "x + 1"),
-    (r"3\!\!,000", "3,000"), (r"5\,\text{cm}", "5"), (r"5\ \mbox{cm}^2", "5"), ("{5}", "5"), (r"\\frac12", "1/2"),
-    (r"\cfrac12", "1/2"), ("{1}/{2}", "1/2"),
+    (r"\dfrac12", "1/2"), (r"\frac{1}{2}", "0.5"), (r"\sqrt3", r"\sqrt{3}"), ("x = 5", "5"),
+    ("1,000", "1000"), (r"50\%", "50"), (r"90^\circ", "90"), (".5", r"\tfrac{1}{2}"), ("{5}", "5"),
+    (r"\left( 1, 2 \right)", "(1,2)"), (r"5 \text{ cm}", "5"), (r"\$12", "12"), ("x+1.", "x + 1"),
+    (r"\text{Monday}", "Monday"), (r"\frac1{72}", r"\frac{1}{72}"), (r"3\!\!,000", "3,000"),
+    (r"5\,\text{cm}", "5"), (r"5\ \mbox{cm}^2", "5"), (r"\\frac12", "1/2"), (r"\cfrac12", "1/2"),
+    ("{1}/{2}", "1/2"),
 ]  # fmt: skip
 OTHER = [
     ("5", "6"), ("(1,2)", "(2,1)"), ("(1,2)", "12"), ("1,2", "12"), (r"\frac{2}{4}", r"\frac{1}{2}"),
@@ -141,54 +103,43 @@ def test_boxed_exact():
 
 
 @pytest.mark.parametrize(
-    ("text", "truth", "value"),
+    ("text", "truth"),
     [
-        (r"\boxed{1} no: \boxed{2}", "2", 1),
-        (r"\boxed{1} and \boxed{2}", "1", 0),
-        (r"\boxed{1}. The final answer is 2.", "2", 0),
-        (r"\boxed{1} \boxed{2", "1", 0),
-        (r"\boxed{2+2}", "4", 1),
-        (r"\boxed{\sqrt{12}}", r"2 \sqrt { 3 }", 1),
-        (r"\boxed{1\,000}", "1000", 1),
-        (r"\boxed{1{,}000}", 1000, 1),
-        (r"\boxed{\text{seat}}", "east", 0),
-        (r"\boxed{\text{east}}", "east", 1),
-        (r"\boxed{\text{Even}}", r"\text{even}", 1),
-        (r"\boxed{\textbf{Monday}}", "Monday", 1),
-        (r"\boxed{\text{ Monday}}", "Monday", 1),
-        (r"\boxed{\text{ Tuesday}}", r"\text{ Monday}", 0),
-        (r"\boxed{72.}", "72", 1),
-        (r"\boxed{72}", "72.", 1),
-        ("It is 72.", "72.", 1),
-        (r"\boxed{}", r"\text{ Monday}", 0),
-        (r"\boxed{101_3}", "101_2", 0),
-        ("The answer is 5", "5", 1),
-        ("The answer is 5", 5, 1),
-        ("The answer is 6", "5", 0),
-        (r"\boxed{10^5}", "100000", 1),
-        (r"\boxed{2^{16}}", 65536, 1),
-        ("", "5", 0),
+        (r"\boxed{1} no: \boxed{2}", "2"), (r"\boxed{2+2}", "4"), (r"\boxed{1\,000}", "1000"),
+        (r"\boxed{\sqrt{12}}", r"2 \sqrt { 3 }"), (r"\boxed{1{,}000}", 1000), ("It is 72.", "72."),
+        (r"\boxed{10^5}", "100000"), (r"\boxed{2^{16}}", 65536), (r"\boxed{\text{east}}", "east"),
+        (r"\boxed{\text{Even}}", r"\text{even}"), (r"\boxed{\textbf{Monday}}", "Monday"),
+        (r"\fbox{3}", "3"), (r"$\boxed 5$", "5"), (r"\boxed{1} so \fbox{2}", "1"),
+        (r"\boxed{72.}", "72"), (r"\boxed{72}", "72."), ("The answer is 5", "5"), ("It is 5", 5),
     ],
-)
-def test_math_answer(text, truth, value):
-    assert math_answer([text], [truth]) == [value]
+)  # fmt: skip
+def test_math_answer(text, truth):
+    assert math_answer([text], [truth]) == [1]
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "truth"),
     [
-        r"\boxed{" + "9" * 100_000 + "}",
-        r"\boxed{0." + "9" * 10_000 + "}",
-        r"\boxed{" + r"\frac{" * 20_000 + "}",
-        r"\boxed{5" + r"\text{ a}" * 10_000 + "}",
-        "<answer>" * 20_000,
-        r"\boxed{" * 20_000,
+        (r"\boxed{1} and \boxed{2}", "1"), (r"\boxed{1}. The final answer is 2.", "2"),
+        (r"\boxed{1} \boxed{2", "1"), (r"\boxed{\text{seat}}", "east"), (r"\boxed{101_3}", "101_2"),
+        (r"\boxed{\text{ Tuesday}}", r"\text{ Monday}"), (r"\boxed{}", r"\text{ Monday}"),
+        ("The answer is 6", "5"), ("", "5"), (r"\boxed", "5"),
     ],
-)
-def test_long_texts_take_no_time(text):
+)  # fmt: skip
+def test_wrong_math_answer(text, truth):
+    assert math_answer([text], [truth]) == [0]
+
+
+def test_long_texts_take_no_time():
     """Linear in the text: a regular expression that is not takes minutes here."""
-    assert called(boxed_exact, 20, completions=[text], answer=["4"]) == [0.0]
-    assert called(countdown, 20, completions=[text], nums=[[4]], target=[4]) == [0.0]
+    texts = [
+        r"\boxed{" + "9" * 100_000 + "}", r"\boxed{0." + "9" * 10_000 + "}", "<answer>" * 20_000,
+        r"\boxed{" + r"\frac{" * 20_000 + "}", r"\boxed{5" + r"\text{ a}" * 10_000 + "}",
+        r"\boxed{" * 20_000,
+    ]  # fmt: skip
+    wrong = [0.0] * len(texts)
+    assert called(boxed_exact, 20, completions=texts, answer=["4"] * 6) == wrong
+    assert called(countdown, 20, completions=texts, nums=[[4]] * 6, target=[4] * 6) == wrong
 
 
 @pytest.mark.parametrize(
@@ -203,7 +154,6 @@ def test_long_texts_take_no_time(text):
         ("<think><think>a</think><answer>b</answer>", 0),
         ("<think>a</think><answer>b</answer><answer>b</answer>", 0),
         ("<think>" * 50_000, 0),
-        ("", 0),
     ],
 )
 def test_format(text, value):
@@ -238,6 +188,7 @@ async def later(**_) -> Any:
     return [1.0]
 
 
+BOUND: Any = partial(exact_match, answer=["a"])
 ASYNC: Any = later
 PATH: Any = "recipes.rewards.exact_match"
 
@@ -250,12 +201,8 @@ PATH: Any = "recipes.rewards.exact_match"
         lambda: length_penalty(300, cushion=0),
         lambda: length_penalty(300, cushion=301),
         lambda: length_penalty(0, verifier=exact_match),
-        lambda: length_penalty(300, verifier=ASYNC),
-        lambda: best_of(),
-        lambda: best_of(exact_match, ASYNC),
-        lambda: best_of(partial(exact_match, answer=["a"])),
-        lambda: best_of(PATH),
-        lambda: length_penalty(300, verifier=partial(exact_match, answer=["a"])),
+        *(lambda bad=bad: length_penalty(300, verifier=bad) for bad in (ASYNC, BOUND)),
+        *(lambda bad=bad: best_of(*bad) for bad in ([], [exact_match, ASYNC], [BOUND], [PATH])),
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_made(make):

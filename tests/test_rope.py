@@ -1,6 +1,6 @@
 """Ropes that take other factors for long texts: trainer and servers keep to texts for which both take the same."""
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 import transformers
 from doctor import examine
 from fake_server import fake_server
-from helpers import RECIPE, answer_in, make_tokenizer
+from helpers import RECIPE, answer_in, far_from_uniform, make_tokenizer
 from launch import parse, server_words
 from transformers import AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ BY_LAYER = {"full_attention": LONGROPE, "sliding_attention": THETA | {"rope_type
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512}
 PHI = {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE}
 
-CHOOSE = [  # by a text's length: the config, and up to which length
+CHOOSE: list[Any] = [  # by a text's length: the config, and up to which length
     ("Phi3", PHI, 64),
     ("Llama", {"rope_parameters": LONGROPE}, 64),
     ("Llama", {"rope_parameters": DYNAMIC}, 256),
@@ -44,24 +44,14 @@ CHOOSE = [  # by a text's length: the config, and up to which length
     ("Gemma3Text", {"rope_parameters": BY_LAYER, **LAYERS}, 64),
 ]
 ANY = float("inf")  # where a rope does not choose
-ROPES = [
-    *CHOOSE,
-    ("Llama", {"rope_parameters": THETA | {"rope_type": "default"}}, ANY),
-    ("Llama", {"rope_parameters": THETA | {"rope_type": "linear", "factor": 4.0}}, ANY),
-    ("Llama", {"rope_parameters": YARN}, ANY),
-    ("Llama", {"rope_parameters": LLAMA3}, ANY),
-]
+OTHERS = [THETA | {"rope_type": "default"}, THETA | {"rope_type": "linear", "factor": 4.0}, YARN]
+ROPES = CHOOSE + [("Llama", {"rope_parameters": rope}, ANY) for rope in (*OTHERS, LLAMA3)]
 
 
 def build(kind, fields):
-    """A random model whose distributions are far from uniform."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **fields})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(5 if weight.ndim > 1 else 1)
-    return model
+    return far_from_uniform(AutoModelForCausalLM.from_config(config)).eval()
 
 
 def group(num_tokens):
@@ -106,11 +96,15 @@ def phi(tmp_path_factory):
     return path
 
 
-def config_for(phi, tmp_path, fake):
-    """A short run against a server."""
+def recipe_of(tmp_path, model, url):
+    """A short run of a model against a server."""
     path = tmp_path / f"recipe_{tmp_path.name}.py"
-    path.write_text(RECIPE.format(model=phi, urls=[fake.url], output=str(tmp_path / "run")))
-    return parse_args([str(path), "--max_steps", "1"])
+    path.write_text(RECIPE.format(model=str(model), urls=[url], output=str(tmp_path / "run")))
+    return str(path)
+
+
+def config_for(phi, tmp_path, fake):
+    return parse_args([recipe_of(tmp_path, phi, fake.url), "--max_steps", "1"])
 
 
 CURE = "give it --max-model-len 64$"
@@ -119,10 +113,9 @@ CURE = "give it --max-model-len 64$"
 @pytest.mark.parametrize("run", [main, examine, plain_loop.main], ids=["train", "doctor", "plain"])
 def test_a_server_of_long_texts_is_refused(phi, tmp_path, run):
     """vLLM takes the long factors for all of its texts; at the start, and with the cure, also to the doctor."""
-    with fake_server(phi, answer_in(0.0), max_model_len=65) as fake:
-        config = dataclasses.replace(config_for(phi, tmp_path, fake), logged_groups=8)
-        with pytest.raises(ServerError, match=CURE):
-            run(config)
+    refused = pytest.raises(ServerError, match=CURE)
+    with fake_server(phi, answer_in(0.0), max_model_len=65) as fake, refused:
+        run(replace(config_for(phi, tmp_path, fake), logged_groups=8))
 
 
 def test_a_teachers_server_too(phi, tmp_path):
@@ -132,9 +125,8 @@ def test_a_teachers_server_too(phi, tmp_path):
         fake_server(phi, answer_in(0.0), max_model_len=128) as theirs,
     ):
         config = config_for(phi, tmp_path, fake)
-        taught = dataclasses.replace(config, beta=0.1, parts=[Teacher(theirs.url)])
         with pytest.raises(ServerError, match=f"^{theirs.url} .*{CURE}"):
-            main(taught)
+            main(replace(config, beta=0.1, parts=[Teacher(theirs.url)]))
         main(config)
     assert (tmp_path / "run" / "checkpoint-1").exists()
 
@@ -143,10 +135,8 @@ def test_a_teachers_server_too(phi, tmp_path):
 def test_launch_keeps_to_it(kind, fields, limit, tmp_path):
     """Whether the trainer's bound is above the model's length, between both, or below."""
     build(kind, fields).save_pretrained(tmp_path / "model")
-    recipe = tmp_path / f"recipe_{tmp_path.name}.py"
-    recipe.write_text(RECIPE.format(model=str(tmp_path / "model"), urls=["http://x:1"], output="o"))
+    recipe = recipe_of(tmp_path, tmp_path / "model", "http://x:1")
     for bound in (30, 80, 200, 16384):
-        words = [str(recipe), "--max_tokens_per_gpu", str(bound), "--print"]
-        args, _, config = parse(words)
+        args, _, config = parse([recipe, "--max_tokens_per_gpu", str(bound), "--print"])
         given = server_words(args, config)
         assert given[given.index("--max-model-len") + 1] == str(min(bound, limit))

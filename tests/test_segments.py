@@ -1,15 +1,14 @@
 """Rollouts of several segments: their loss, normalizers and gradient; versions; what is refused, saved and sampled."""
 
-import dataclasses
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
-from fake_server import fake_server
-from helpers import answer_in, make_tokenizer, read
-from test_gradients import assert_same, make_config, make_policy, trainable
-from test_hooks_of_runs import assert_identical, weights
+from helpers import flags, make_tokenizer, read
+from test_gradients import ADVANTAGES, assert_same, make_config, trained_difference
+from test_resume import assert_identical, weights
 from transformers import AutoModelForCausalLM
 
 from config import UserError, parse_args
@@ -17,13 +16,11 @@ from recipes.replay import replaying
 from rollouts.custom import check_segments
 from rollouts.group import Completion, Group, Prompt
 from rollouts.images import Images
-from train import main, train_batch
+from train import main
 from training.batching import Dealer, micro_batches, row_tokens
 from training.logs import batch_samples
 from training.metrics import batch_metrics
 from utils import process_group
-
-ADVANTAGES = [[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8]]
 
 
 @pytest.fixture
@@ -56,7 +53,7 @@ def filled(prompt, rollouts, **fields):
 def make_groups(kind):
     """Two groups of three rollouts of three turns: joined; as segments that go on; or with the first turn rewritten."""
     groups = []
-    for g, advantages in enumerate(ADVANTAGES):
+    for g in range(2):
         prompt = Prompt(g, prompt_of(g), "", {})
         rollouts: list = []
         for c in range(3):
@@ -68,26 +65,15 @@ def make_groups(kind):
             if kind == "joined":
                 rollouts.append(begin.then(one, go_on).then(two, end))
             else:
-                go_on = dataclasses.replace(go_on, prompt_ids=history)
-                end = dataclasses.replace(end, prompt_ids=[*history, *second, *two])
+                go_on = replace(go_on, prompt_ids=history)
+                end = replace(end, prompt_ids=[*history, *second, *two])
                 rollouts.append([begin, go_on, end])
-        groups.append(filled(prompt, rollouts, advantages=advantages))
+        groups.append(filled(prompt, rollouts))
     return groups
 
 
 OWN = Prompt(0, [5, 6], "", {})
 FORGETS = [completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)]
-
-
-def trained_difference(config, device, groups):
-    """What one step of SGD with learning rate 1 subtracts from each weight: the gradient."""
-    policy = make_policy(config, device)
-    before = trainable(policy)
-    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    (rows,) = Dealer(1, config).deal(groups, is_complete=True)
-    train_batch(policy, None, optimizer, schedule, rows, config, device)
-    return {name: before[name] - weight for name, weight in trainable(policy).items()}
 
 
 @pytest.mark.parametrize("fields", [
@@ -96,7 +82,6 @@ def trained_difference(config, device, groups):
     {"old_logprobs": "sampler", "importance_level": "sequence", "epsilon": 0.9, "epsilon_high": 50.0},
 ], ids=str)  # fmt: skip
 def test_turns_may_be_segments(models, device, fields):
-    """Turns that are segments give what the same turns, joined, give."""
     for max_tokens in (10_000, 40):
         config = make_config(models["tied"], batch_size=2, max_tokens_per_gpu=max_tokens, **fields)
         expected = trained_difference(config, device, make_groups("joined"))
@@ -121,21 +106,12 @@ def test_rewritten_histories(models, device, loss_type, max_tokens):
             logits = model(input_ids=torch.tensor([[*before, *ids]])).logits[0]
             logprobs = logits[len(before) - 1 : -1].log_softmax(-1)
             of_rollout.append(logprobs[range(len(ids)), ids])
-        loss = -ADVANTAGES[g][c] * torch.cat(of_rollout)
+        loss = -ADVANTAGES[g, c] * torch.cat(of_rollout)
         total = total + (loss.mean() if loss_type == "grpo" else loss.sum())
     normalizers = {"grpo": 6, "dr_grpo": 6 * config.max_completion_len, "dapo": 6 * 8}
     (total / normalizers[loss_type]).backward()
     expected = {name: weight.grad for name, weight in model.named_parameters()}
     assert_same(trained_difference(config, device, make_groups("rewritten")), expected)
-
-
-def test_a_tree_costs_what_its_tokens_cost():
-    """Of five prompt tokens, one kept, two and one said, and eight sampled, each stands in the row once."""
-    groups = make_groups("rewritten")
-    config = make_config("m", batch_size=2)
-    assert row_tokens(groups[:1], config) == 5 + 3 * ((3 - 1) + 1 + 2 + 4 + 1)
-    (micro,) = micro_batches(groups[:1], 1000, config)
-    assert micro.mask.sum() == 3 * 8
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
@@ -144,8 +120,7 @@ def test_spreading_the_tail_over_ranks_cuts_no_rollout(share_prefix):
     group = filled(OWN, [FORGETS], advantages=[1.0])
     config = make_config("m", batch_size=1, share_prefix=share_prefix, loss_type="grpo")
     ranks = Dealer(2, config).deal([group], is_complete=True)
-    rows = [row for rows in ranks for row in rows if row.mask.any()]
-    assert [row.mask.sum() for row in rows] == [40]
+    assert sorted(row.mask.sum() for rows in ranks for row in rows) == [0, 40]
 
 
 def test_versions_are_of_segments():
@@ -153,9 +128,10 @@ def test_versions_are_of_segments():
     (group, _) = make_groups("rewritten")
     rollouts = []
     for first, second, third in group.segments:
-        rollouts.append([first, dataclasses.replace(second, weight_versions=2), third])
+        rollouts.append([first, replace(second, weight_versions=2), third])
     group.fill(rollouts)
     group.trained_version, group.reward, group.server = 2, [1.0, 0.0, 0.0], 3
+    group.advantages = [0.0] * 3
     assert group.oldest_version == 0
     (micro,) = micro_batches([group], 1000, make_config("m", batch_size=2))
     by_token = dict(zip(micro.packed.targets.tolist(), micro.servers.tolist(), strict=True))
@@ -163,7 +139,6 @@ def test_versions_are_of_segments():
         (first, second, third), _ = turns(0, c)
         assert {by_token[token] for token in second} == {1 + group.server}
         assert {by_token[token] for token in first + third} == {0}
-    group.advantages = [0.0] * 3
     metrics = batch_metrics([group], 2, make_config("m", batch_size=2))
     assert metrics["completions/segments"] == 3
     assert metrics["completions/weight_versions"] == 2
@@ -171,34 +146,28 @@ def test_versions_are_of_segments():
     assert metrics["staleness/max"] == 2
 
 
-LOOKS_AT_OTHERS = [
-    {"loss_type": "grpo"},
-    {"importance_level": "sequence"},
-    {"off_policy_correction": "sequence"},
-    {"off_policy_correction": "sequence_mask"},
-    {"off_policy_correction": "geometric"},
-    {"off_policy_correction": "geometric_mask"},
-    {"loss_fn": "train.grpo_loss"},
-]
-LOOKS_AT_NONE = [
-    {},
-    {"off_policy_correction": "mask"},
-    {"off_policy_correction": "truncate"},
-    {"loss_type": "dr_grpo"},
-]
-
-
-@pytest.mark.parametrize("fields", [*LOOKS_AT_OTHERS, *LOOKS_AT_NONE], ids=str)
-def test_losses_that_look_at_a_whole_rollout(fields):
+@pytest.mark.parametrize(
+    ("looks_at_all", "field", "values"),
+    [
+        (True, "off_policy_correction", "sequence sequence_mask geometric geometric_mask"),
+        (True, "loss_type", "grpo"),
+        (True, "importance_level", "sequence"),
+        (True, "loss_fn", "train.grpo_loss"),
+        (False, "off_policy_correction", "mask truncate none"),
+        (False, "loss_type", "dr_grpo"),
+    ],
+)
+def test_losses_that_look_at_a_whole_rollout(looks_at_all, field, values):
     """For these its segments stay in one row, padded or not, or it is refused."""
     group = filled(OWN, [FORGETS])
-    for share_prefix, size in ((True, 2 + 19 + 20 + 19 + 1), (False, 2 * 39 + 1)):
-        config = make_config("m", max_tokens_per_gpu=size, share_prefix=share_prefix, **fields)
-        check_segments(group, [], config)
-        config = dataclasses.replace(config, max_tokens_per_gpu=size - 1)
+    sizes = ((True, 2 + 19 + 20 + 19 + 1), (False, 2 * 39 + 1))
+    for value, (share_prefix, size) in itertools.product(values.split(), sizes):
+        fields = {field: value, "share_prefix": share_prefix}
+        check_segments(group, [], make_config("m", max_tokens_per_gpu=size, **fields))
+        too_small = make_config("m", max_tokens_per_gpu=size - 1, **fields)
         refused = pytest.raises(ValueError, match=f"has {size} tokens with its prompt: raise max_t")
-        with refused if fields in LOOKS_AT_OTHERS else nullcontext():
-            check_segments(group, [], config)
+        with refused if looks_at_all else nullcontext():
+            check_segments(group, [], too_small)
 
 
 def test_rollouts_are_completions_or_lists_of_segments():
@@ -238,20 +207,19 @@ def test_equal_prompts_with_images_stay_apart():
 
 
 def test_what_no_row_takes_is_refused():
-    config = make_config("m", max_tokens_per_gpu=40)
-    check_segments(filled(OWN, [FORGETS]), [], config)
-    with pytest.raises(ValueError, match="a completion has 40 tokens with its prompt: raise max_t"):
-        check_segments(
-            filled(OWN, [FORGETS]), [], dataclasses.replace(config, max_tokens_per_gpu=39)
-        )
-    with pytest.raises(ValueError, match="a placeholder of an image"):
-        check_segments(filled(OWN, [FORGETS]), [9], config)
-    sees = dataclasses.replace(OWN, images=Images([5], 1, [], {}))
-    check_segments(filled(sees, [[completion([7], prompt_ids=[5, 6, 8])]]), [5], config)
-    with pytest.raises(ValueError, match="does not begin with the group's, which has images"):
-        check_segments(filled(sees, [FORGETS]), [5], config)
-    with pytest.raises(ValueError, match="a rollout without a completion"):
-        filled(OWN, [[]])
+    def refused(message, rollouts, placeholders=(), prompt=OWN, **fields):
+        config = make_config("m", **{"max_tokens_per_gpu": 40} | fields)
+        with pytest.raises(ValueError, match=message):
+            check_segments(filled(prompt, rollouts), placeholders, config)
+
+    too_long = "a completion has 40 tokens with its prompt: raise max_t"
+    refused(too_long, [FORGETS], max_tokens_per_gpu=39)
+    refused("a placeholder of an image", [FORGETS], [9])
+    refused("a rollout without a completion", [[]])
+    sees = replace(OWN, images=Images([5], 1, [], {}))
+    refused("does not begin with the group's, which has images", [FORGETS], [5], sees)
+    goes_on = [completion([7], prompt_ids=[5, 6, 8])]
+    check_segments(filled(sees, [goes_on]), [5], make_config("m", max_tokens_per_gpu=40))
 
 
 def forgets(server, prompt, sampling):
@@ -265,11 +233,10 @@ def forgets(server, prompt, sampling):
     return rollouts
 
 
-def test_a_run_and_its_replay(models, recipe, tmp_path):
+def test_a_run_and_its_replay(stand_in, recipe, tmp_path):
     """What was asked is what was trained, staleness apart from numerics; what was saved gives the same weights."""
-    with fake_server(models["untied"], answer_in(0.0)) as server:
-        words = [recipe(server), "--rollout_fn", "test_segments.forgets", "--max_staleness", "1"]
-        main(parse_args([*words, "--parts", "recipes.replay.save"]))
+    words = [recipe(stand_in()), *flags(rollout_fn="test_segments.forgets", max_staleness=1)]
+    main(parse_args([*words, "--parts", "recipes.replay.save"]))
     metrics = read(tmp_path, "metrics")
     assert [row["step"] for row in metrics] == [1, 2, 3]
     gaps = [row["sampling/current_logp_difference"] or 0.0 for row in metrics]
@@ -277,12 +244,10 @@ def test_a_run_and_its_replay(models, recipe, tmp_path):
     assert max(gaps) < 1e-4 < 1e-3 < max(stale_gaps)  # each token below its own history
     assert any(row["sampling/current_share"] < 1 for row in metrics)
     assert all("kept" in row["info"] for row in read(tmp_path, "completions"))
-    again = tmp_path / "again" / "run"
-    run = tmp_path / "run"
-    main(replaying(parse_args([*words, "--output_dir", str(again)]), run))
-    assert_identical(weights(run), weights(again))
-    words += ["--max_tokens_per_gpu", "15", "--max_completion_len", "5"]
-    words += ["--output_dir", str(tmp_path / "short" / "run")]
+    run, again, short = (tmp_path / name / "run" for name in (".", "again", "short"))
+    main(replaying(parse_args([*words, *flags(output_dir=again)]), run))
+    assert_identical(weights(run, 3), weights(again, 3))
+    words += flags(output_dir=short, max_tokens_per_gpu=15, max_completion_len=5)
     message = "replay: dataset row .*: a completion has .* raise max_tokens_per_gpu"
     with pytest.raises(UserError, match=message):
         main(replaying(parse_args(words), run))

@@ -15,8 +15,8 @@ import pytest
 import show
 from helpers import ROOT, table
 from PIL import Image
+from test_config import make as make_config
 
-from config import TrainConfig
 from rollouts.group import Batch, Completion, Group, Prompt
 from rollouts.images import Images
 from training.logs import RunLog
@@ -26,16 +26,11 @@ PACE = {"tokens_per_s/trained": 12345.0, "idle/trainer": 0.03, "idle/servers": 0
 TIMES = {"time/step_s": 1.0, "time/train_s": 1.0, "time/wait_s": 0.0, **PACE}
 
 
-def config_of(folder, **fields):
-    fields = {"reward_funcs": [len], "output_dir": str(folder), **fields}
-    return TrainConfig(model_id="m", dataset_id="d.jsonl", **fields)
-
-
 @contextmanager
 def logging(folder, num_steps=4, start=None, **fields):
-    """The log of a run."""
     with process_group(60):
-        log = RunLog(config_of(folder, **fields), num_steps, *([start] if start else []))
+        fields = {"reward_funcs": [len], "output_dir": str(folder), **fields}
+        log = RunLog(make_config(**fields), num_steps, *([start] if start else []))
         yield log
         log.close()
 
@@ -44,6 +39,12 @@ def jsonl(path):
     """The objects of a file of lines, which have no constants that JSON has not."""
     lines = path.read_text().splitlines()
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+def write(path, rows, more=""):
+    """A file of lines, the last one not yet whole."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines) + more)
 
 
 LINE = "12.3k tok/s · idle: trainer 3%, servers 40%"
@@ -128,11 +129,11 @@ def test_images_of_logged_prompts(tmp_path):
         log.step(1, TIMES, Batch([group]))
         log.step(2, TIMES, Batch([scored([0.0, 1.0])]))
     with_images, *_, without = jsonl(tmp_path / "completions.jsonl")
-    names = with_images["images"]
-    assert names == [names[0], names[1], names[0]]
+    red, blue, again = with_images["images"]
+    assert again == red
     assert "images" not in without
-    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == sorted(set(names))
-    for name, pixel in zip(names, [(254, 0, 0), (0, 0, 254)], strict=False):  # of JPEG
+    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == sorted([red, blue])
+    for name, pixel in ((red, (254, 0, 0)), (blue, (0, 0, 254))):  # of JPEG
         image = Image.open(tmp_path / "images" / name)
         assert image.size == (512, 128)
         assert image.getpixel((9, 9)) == pixel
@@ -187,17 +188,8 @@ def run(folder, name, shift=0.0):
         if step % 5 == 0:
             row |= {"eval/reward": step / 10, "eval/accuracy": step / 10}
         rows.append(row)
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / name / "metrics.jsonl").write_text(text + '{"step": 11, "rew')
+    write(folder / name / "metrics.jsonl", rows, '{"step": 11, "rew')
     return folder / name
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that are drawn, in place of files."""
-    drawn = []
-    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    return drawn
 
 
 def test_what_is_kept_draws_the_same(tmp_path):
@@ -222,8 +214,10 @@ def test_what_is_kept_draws_the_same(tmp_path):
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-def test_what_is_drawn(tmp_path, figures, capsys):
+def test_what_is_drawn(tmp_path, monkeypatch, capsys):
     """The numbers of the curves: where the metric is, smoothed by hand."""
+    figures = []
+    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     a, b = str(run(tmp_path, "a")), str(run(tmp_path, "b", 1.0))
     plot.main([a, b, *["-v", "reward", "-v", "eval/reward", "-x", "num_tokens", "--smooth", "2"]])
     plot.main([a])
@@ -244,22 +238,6 @@ def test_what_is_drawn(tmp_path, figures, capsys):
     rewards, lengths, *_ = figures[1].axes
     assert lengths.get_ylim()[0] == 0  # a change of a token is not the whole height
     assert [line.get_label() for line in rewards.lines] == ["reward", "eval/reward"]
-
-
-def test_axes_are_those_of_the_data(tmp_path, figures):
-    """README's panels: from the first value to the last, on a background that no page shines through."""
-    plot.main([str(run(tmp_path, "a")), "--rewards", "-v", "num_tokens"])
-    plot.main([str(tmp_path / "a"), "--rewards", "-x", "num_tokens"])
-    by_step, by_tokens = figures
-    limits = [(axes.get_xlim(), axes.get_ylim()) for axes in by_step.axes[:3]]
-    assert limits == [((0, 10), (0.1, 1)), ((0, 10), (0.1, 1)), ((0, 10), (100, 1000))]
-    for axes in by_tokens.axes:
-        assert (axes.get_xlim(), axes.get_xlabel()) == ((0, 1000), "num_tokens (tokens)")
-    for axes in by_step.axes:
-        assert axes.get_xlabel() == "step"
-        assert not axes.get_legend()  # the title names the only curve
-        assert axes.get_facecolor() == axes.figure.get_facecolor() == (1, 1, 1, 1)
-        assert not any(line.get_clip_on() for line in axes.lines)  # whole at the edges, too
 
 
 @pytest.mark.house
@@ -297,7 +275,7 @@ def test_info_and_refusals(tmp_path, capsys):
     assert listed in capsys.readouterr().out
     empty = tmp_path / "empty"
     empty.mkdir()
-    (empty / "metrics.jsonl").write_text("")
+    write(empty / "metrics.jsonl", [])
     for arguments, reason in (
         ([str(tmp_path)], "metrics.jsonl is not there"),
         ([str(folder), "-v", "rewart"], "no run has rewart: did you mean reward?"),
@@ -313,12 +291,11 @@ def test_accuracy_is_that_of_every_evaluation(tmp_path, capsys):
     """Rewards that are all 0 at the start look like an accuracy there."""
     rows: list[dict[str, float]] = [{"step": 0, "eval/reward": 0, "eval/accuracy": 0}]
     rows += [{"step": 5, "reward": 0.5, "eval/reward": 0.6, "eval/accuracy": 0.5}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path / "metrics.jsonl", rows)
     plot.main([str(tmp_path), "-o", str(tmp_path / "new" / "curve.svg")])
-    told = (
-        "held-out reward before: 0\nheld-out reward after:  0.6\nheld-out accuracy before: 0.0%\n"
-    )
-    assert told + "held-out accuracy after:  50.0%\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "held-out reward before: 0\nheld-out reward after:  0.6\n" in out
+    assert "held-out accuracy before: 0.0%\nheld-out accuracy after:  50.0%\n" in out
     assert (tmp_path / "new" / "curve.svg").is_file()
 
 
@@ -341,8 +318,7 @@ def completions(folder):
         for step in (1, 2)
         for number in range(4)
     ]  # fmt: skip
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / "completions.jsonl").write_text(text + '{"step": 3, "gro')
+    write(folder / "completions.jsonl", rows, '{"step": 3, "gro')
     return str(folder)
 
 
@@ -368,7 +344,7 @@ def test_show_of_held_out_completions(tmp_path, capsys):
     sets = [SAMPLE | {"set": name, "info": {"turns": 3}} for name in ("aime", "math500")]
     for sample in sets:
         del sample["advantage"]
-    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sets))
+    write(tmp_path / "held_out.jsonl", sets)
     for options, shown in (([], ["aime", "math500"]), (["--set", "math500"], ["math500"])):
         show.main([str(tmp_path), "--held-out", *options])
         printed = capsys.readouterr().out
@@ -378,15 +354,16 @@ def test_show_of_held_out_completions(tmp_path, capsys):
 
 
 def test_show_refuses(tmp_path):
-    with pytest.raises(SystemExit, match="is not there"):
-        show.main([str(tmp_path)])
-    with pytest.raises(SystemExit, match="has no completions of step 7; its last is 2"):
-        show.main([completions(tmp_path), "--step", "7"])
-    with pytest.raises(SystemExit):
-        show.main([completions(tmp_path), "--worst", "0"])
-    (tmp_path / "completions.jsonl").write_text("")
-    with pytest.raises(SystemExit, match="has no completions yet"):
-        show.main([str(tmp_path)])
+    def refused(message, *options):
+        with pytest.raises(SystemExit, match=message):
+            show.main([str(tmp_path), *options])
+
+    refused("is not there")
+    completions(tmp_path)
+    refused("has no completions of step 7; its last is 2", "--step", "7")
+    refused("2", "--worst", "0")
+    write(tmp_path / "completions.jsonl", [])
+    refused("has no completions yet")
 
 
 def test_numbers_that_json_has_not(tmp_path):
@@ -439,7 +416,7 @@ def test_a_collapse_is_said_in_plain_words(tmp_path, capsys):
 
 def test_an_answer_is_shown_once(tmp_path, capsys):
     lines = [SAMPLE] * 3 + [SAMPLE | {"completion": "3", "reward": 0.0}]
-    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(tmp_path / "completions.jsonl", lines)
     show.main([str(tmp_path), "--best", "4"])
     output = capsys.readouterr().out
     assert output.count("▸") == 2

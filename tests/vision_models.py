@@ -2,7 +2,7 @@
 
 import torch
 import transformers
-from helpers import VOCAB
+from helpers import VOCAB, far_from_uniform
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 
@@ -95,20 +95,14 @@ def gemma3():
 
 
 def save(family, folder):
-    """A model far from uniform distributions, under the names that the hub's checkpoints have."""
+    """A model and its processor, under the names that the hub's checkpoints have."""
     torch.manual_seed(0)
     model, processor = {"qwen3_vl": qwen3_vl, "llava": llava, "gemma3": gemma3}[family]()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(4 if weight.ndim > 1 else 1)
-            if weight.ndim > 1 and not weight.any():
-                weight.normal_(std=0.5)  # Gemma3's projector starts at 0: no image would be seen
-    model.save_pretrained(folder)
+    far_from_uniform(model, 4).save_pretrained(folder)
     processor.save_pretrained(folder)
     # A model made from a config is saved without a level that the hub's have.
     path = folder / "model.safetensors"
-    weights = {}
-    for name, weight in load_file(path).items():
-        weights[name.replace("vision_tower.", "vision_tower.vision_model.")] = weight
+    whole = lambda name: name.replace("vision_tower.", "vision_tower.vision_model.")
+    weights = {whole(name): weight for name, weight in load_file(path).items()}
     save_file(weights, path, {"format": "pt"})
     return str(folder)
