@@ -583,12 +583,14 @@ def describe(config: TrainConfig) -> str:
     lines += [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
 
     bends = ", ".join(bending(config))
-    of_ratios = changed & {"importance_level", "epsilon", "epsilon_high", "delta"}
+    of_ratios = {"importance_level", "epsilon", "epsilon_high", "delta"} & changed
+    idle = ", ".join(sorted(of_ratios))
     has_ratios = config.old_logprobs == "sampler" or config.updates_per_batch > 1
     warnings = {
         f"{bends}: tokens are not drawn from the policy itself; ratios are then inexact": bends,
-        "importance_level, epsilon and delta have no effect: all ratios are 1 with one update per "
-        "batch": of_ratios and not has_ratios,
+        f"{idle} without effect: all ratios are 1 with one update per batch": (
+            idle and not has_ratios
+        ),
         "dtype=bfloat16: weights lose most updates; keep float32, with bf16 or fsdp_bf16": (
             config.dtype == "bfloat16" and not config.use_peft
         ),
@@ -654,7 +656,8 @@ def parse_args(argv: list[str]) -> TrainConfig:
             "Lists are written a,b or as JSON, dictionaries as JSON, functions as dotted paths,\n"
             "those of the recipe by name. A value that begins with -- follows after =.\n"
         )
-        print(inspect.getsource(TrainConfig).partition("    def ")[0])  # the fields
+        source = inspect.getsource(TrainConfig)
+        print(source[source.index("    # --") : source.index("    def ")])  # the fields
         sys.exit(0)
 
     sys.path.append(str(Path.cwd()))  # for dotted paths

@@ -19,9 +19,11 @@ from vllm_client import Server, ServerError
 @contextmanager
 def naming_function(name: str, error_type: type[UserError] = UserError) -> Iterator[None]:
     """Turn an error of one of the config's functions into a UserError with the line where."""
+    # Another server is asked; and the trainer's full memory has a cure of its own.
+    passed_on: Any = ServerError if error_type is RolloutFailed else torch.OutOfMemoryError
     try:
         yield
-    except (torch.OutOfMemoryError, ServerError):  # which have cures of their own
+    except passed_on:
         raise
     except (Exception, SystemExit) as error:
         raise error_type(f"{name} raised {described(error)}") from error
@@ -101,6 +103,8 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
         num_fixed = len(own_prompt)
     for prompt_ids, token_ids in chain.from_iterable(completions):
         num_tokens = max(num_tokens, len(prompt_ids) + len(token_ids))
+        if not len(prompt_ids):
+            raise ValueError("a segment has an empty prompt")
         if not torch.equal(prompt_ids[:num_fixed], own_prompt[:num_fixed]):
             raise ValueError("a segment's prompt does not begin with the group's, which has images")
         text_ids = torch.cat([prompt_ids[num_fixed:], token_ids])

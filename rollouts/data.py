@@ -258,8 +258,8 @@ def leave_out_long(prompts: list[Prompt], max_len: int, config: TrainConfig) -> 
     if left_out:
         said = (
             f"left out {len(left_out)} of {len(prompts)} prompts, empty or over {max_len} tokens, "
-            f"as {left_out[0].where}: raise max_tokens_per_gpu, or the servers' --max-model-len, "
-            f"or lower max_completion_len={config.max_completion_len}"
+            f"as {left_out[0].where}: raise max_tokens_per_gpu, or the --max-model-len of all "
+            f"servers, or lower max_completion_len={config.max_completion_len}"
         )
         if not kept:
             raise UserError(said)
@@ -284,8 +284,8 @@ def check_vocabulary(prompts: list[Prompt], processor: Any, model_config: Any) -
         if unread:
             token = tokenizer_of(processor).decode(min(unread))
             raise UserError(
-                f"{prompt.where}: the model has no embedding for its token {token}, or the row no "
-                "image: leave it out, or resize the model's embeddings"
+                f"{prompt.where}: its token {token} stands for an image that the row has not, or "
+                "the model has no embedding for it: leave it out, or resize the embeddings"
             )
 
 

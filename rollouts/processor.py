@@ -114,7 +114,7 @@ def as_text(
     for name in template:
         if not re.search(rf"\b{name}\b", str(chat_template)):
             raise ValueError(f"no chat template reads its {name} here: leave it out")
-    if processor is not tokenizer:  # which knows its own, perhaps several
+    if processor is not tokenizer and isinstance(processor.chat_template, str):
         template["chat_template"] = processor.chat_template
     if isinstance(content, str):
         if not chat_template:

@@ -281,17 +281,17 @@ class Rollouts:
                 call_on_main(lambda: while_sending.enter_context(self.pool.drained(self.stop)))
             servers = self._send()
 
-        if is_main():
-            self.stream.advance_to(version)
-            if version % PROBE_STEPS == 0:
-                servers += self.pool.serving
+        if is_main() and version % PROBE_STEPS == 0:
+            servers += self.pool.serving
         prove(self, servers)
         if is_first:
             self._restart_clocks()
             faults = [f"{server.url}: {server.why_out}" for server in members if server.why_out]
             faults = broadcast_object(faults)
-            if faults:
+            if faults:  # before anything is sampled
                 raise ServerError("; ".join(faults))
+        if is_main():
+            self.stream.advance_to(version)
 
     def _send(self, only_returned: bool = False) -> list[Server]:
         """Stream the policy to the servers. Collective.

@@ -72,6 +72,8 @@ class CallPool:
         if not worker or worker.poll() is not None:
             worker = _Worker()
             self._workers[thread_id] = worker
+            if self.is_closed:  # meanwhile
+                worker.end()
 
         grace_s = 0.0 if function_id in worker.imported else IMPORT_GRACE_S
         try:
@@ -92,7 +94,7 @@ class CallPool:
     def close(self) -> None:
         """End all workers, those in a call too."""
         self.is_closed = True
-        for worker in list(self._workers.values()):  # one that starts now ends with this process
+        for worker in list(self._workers.values()):
             worker.end()
 
 

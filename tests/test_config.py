@@ -306,7 +306,7 @@ BENDS = {"repetition_penalty": 1.1, "logit_bias": {"5": 1.0}, "top_p": 0.9}
         ({}, None),
         ({"top_k": 3}, BENT.format("top_k")),
         ({"sampling_params": BENDS}, BENT.format("logit_bias, repetition_penalty, top_p")),
-        ({"epsilon": 0.1, "delta": 4.0}, "epsilon and delta have no effect: all ratios are 1"),
+        ({"epsilon": 0.1, "delta": 4.0}, "delta, epsilon without effect: all ratios are 1"),
         ({"epsilon": 0.1, "num_minibatches": 2}, None),
         ({"dtype": "bfloat16"}, "weights lose most updates"),
         ({"dtype": "bfloat16", "use_peft": True, "learning_rate": 1e-5}, None),

@@ -4,6 +4,7 @@ import fnmatch
 import hashlib
 import importlib
 import json
+import math
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -92,7 +93,7 @@ class RunLog:
                 tracker: Any = importlib.import_module(package)
                 options |= {"project": config.wandb_project, "resume": "allow"}
                 tracked = tracker.init(config=to_json(config), **options)
-                self._on_step.insert(0, partial(send, tracked, tracker.Table, config))
+                self._on_step.append(partial(send, tracked, tracker.Table, config))
                 parts.callback(tracker.finish)
 
         self._writer = parts.enter_context(ThreadPoolExecutor(1))
@@ -194,8 +195,8 @@ class RunLog:
         A policy that learns to be sure has little entropy too, and a higher reward.
         """
         for name, values in self._values.items():
-            if name in metrics:
-                values.append(metrics[name])  # a window with a NaN warns of nothing
+            if math.isfinite(metrics.get(name, math.nan)):
+                values.append(metrics[name])
         for name, values in self._values.items():
             if len(values) < 2 * WINDOW:
                 continue
