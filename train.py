@@ -404,5 +404,5 @@ def main(config: TrainConfig) -> None:
 if __name__ == "__main__":
     # A recipe that imports `train`, and changes it, changes this module.
     sys.modules["train"] = sys.modules["__main__"]
-    with exits(UserError, ServerError):
+    with exits(UserError, ServerError, torch.OutOfMemoryError):
         main(parse_args(sys.argv[1:]))

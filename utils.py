@@ -205,8 +205,7 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
 def exits(*kinds: type[Exception]) -> Iterator[None]:
     """Run the block, then end the process.
 
-    Errors of these kinds, and of full memory, which the user can mend, print one line; others are
-    printed in full.
+    Errors of these kinds, which the user can mend, print one line; others are printed in full.
     """
     keep_outputs()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -230,8 +229,7 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
         text = str(error).strip() or repr(error)
         line = text.splitlines()[0]
         is_told = isinstance(error, kinds)
-        if isinstance(error, torch.OutOfMemoryError):
-            is_told = True
+        if is_told and isinstance(error, torch.OutOfMemoryError):
             line += "; lower max_tokens_per_gpu, or set gradient_checkpoint or use_fsdp"
         is_of_ranks = not is_told and isinstance(error, RuntimeError) and "RANK" in os.environ
         if is_of_ranks and re.search(r"onnection (closed|reset) by peer", text):

@@ -86,7 +86,9 @@ class Sender:
         if any(errors):
             print("an update broke off:", next(filter(None, errors)))
             self.leave()  # or those that are well would wait for this member
-            list(self.threads.map(Server.give_up_update, servers))
+            # One that has not ended by itself; its update may still be on the way to it.
+            while wait(replies.values(), 1).not_done:
+                list(self.threads.map(Server.give_up_update, servers))
 
         # Each answers, or its request ends by its time-out.
         failures = {server: reply.exception() for server, reply in replies.items()}

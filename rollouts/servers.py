@@ -352,17 +352,18 @@ class ServerPool:
         """
         with self._updating:
             self.sleeps = False
+            self._ends_s = time.monotonic() + self.config.server_timeout  # the lost may come back
             returned = self.returned
             servers = returned if only_returned else self.serving + returned
             failures = self._sender.send(weights, servers, version)
             for server, failure in failures.items():
                 if not failure:
                     server.version = version
-                elif isinstance(failure, UpdateBroken):
+                elif not isinstance(failure, UpdateBroken):
+                    self.lose(server, failure)
+                elif server.state is not State.LOST:  # meanwhile
                     server.why_out = str(failure)
                     server.state = State.WAITING
-                else:
-                    self.lose(server, failure)
             self.version = version
             return [server for server in returned if server.version == version]
 

@@ -419,5 +419,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with exits(UserError, ServerError):
+    with exits(UserError, ServerError, torch.OutOfMemoryError):
         main(sys.argv[1:])

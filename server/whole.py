@@ -20,10 +20,7 @@ _set_weight_version = EngineCore.set_weight_version
 
 
 def attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
-    """Mark a step's messages with the weights' version; keep the tokens that can wait.
-
-    Those of requests that were aborted, of which no output tells, stay until the next update.
-    """
+    """Mark a step's messages with the weights' version; keep the tokens that can wait."""
     _attach_weight_version(core, messages)
     kept: dict[str, list[EngineCoreOutput]] = core.__dict__.setdefault("kept", {})
     requests = core.scheduler.requests  # without those that have ended
@@ -43,6 +40,9 @@ def attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
         message.outputs = sent
         if not sent and not message.scheduler_stats and not message.finished_requests:
             del messages[client]
+    if len(kept) > len(requests):  # some were aborted, of which no output tells
+        for name in kept.keys() - requests.keys():
+            del kept[name]
 
 
 def send_and_set(core: Any, weight_version: str) -> None:

@@ -240,7 +240,7 @@ class Checkpoints:
 
     @contextmanager
     def saving(self, log: Any) -> Iterator[None]:
-        """Save the last whole step when the block ends, however it ends; push the run's last one.
+        """Save the last whole step when the block ends, however it ends; push that of a whole run.
 
         An error is raised again, but for Stopped. Where it is of one rank alone nothing can be
         saved: the others wait for this rank, in the middle of a step.
@@ -257,6 +257,8 @@ class Checkpoints:
                     timeout = timedelta(seconds=MEETING_S)
                     dist.barrier(dist.new_group(backend="gloo", timeout=timeout))
                     self._save_last(log)
+                except RuntimeError:  # the others are in the middle of a step
+                    pass
                 except Exception as failure:  # the first error is the one to raise
                     print(f"the last step is not saved: {_in_a_line(failure)}", flush=True)
             raise
@@ -318,6 +320,8 @@ class Checkpoints:
             torch.save(state, part / TRAINER / "state.pt")
             for file in [*part.rglob("*"), part]:  # on the disk before it has its name
                 _sync(file)
+            if path.exists():  # another trainer's, or a try before this one
+                path.rename(mkdtemp(".part", "checkpoint-", self.folder))
             part.rename(path)
         finally:  # a half goes at once, as the disk may be full
             shutil.rmtree(part, ignore_errors=True)
