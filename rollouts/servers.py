@@ -268,7 +268,7 @@ class ServerPool:
     def lose(self, server: Server, error: object) -> None:
         """Leave out a server, until it answers again and has the current weights."""
         with self._slots:
-            if server.state is State.LOST:
+            if server.state is State.LOST or self._is_closed.is_set():
                 return
             print(f"{server.url} is left out for now: {error}")
             server.state = State.LOST

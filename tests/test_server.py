@@ -220,7 +220,8 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
             patch.setattr("rollouts.rollouts.published_weights", without_a_norm)
             with pytest.raises(ServerError, match="differ from the trainer.s by"):
                 rollouts.publish(policy, 0)
-        rollouts.publish(policy, 0)
+        wait_until(lambda: rollouts.pool.returned)
+        rollouts.publish(policy, 1)
         assert rollouts.pool.serving == rollouts.pool.servers  # and the server is whole again
 
 
