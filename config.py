@@ -117,7 +117,7 @@ _OWN_PARAMETERS = {
     "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
     "stream_interval", "skip_clone", "trace_decode_token_ids", "watermarking",
 }  # fmt: skip
-# Fields that nothing reads while others have these values, or any but their defaults.
+# Fields that nothing reads: while another has a value (`a=b`), or while it is set (`a`).
 _UNREAD = {
     "use_peft=False": "lora_rank lora_alpha lora_dropout lora_target_modules base_4bit",
     "use_fsdp=False": "fsdp_bf16 fsdp_offload fsdp_shard_size",
@@ -330,7 +330,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     correction_floor: NonNegativeFloat = 0.5
     """Lower bound on w, for the masks."""
     beta: NonNegativeFloat = 0.0
-    """Weight of the KL penalty (k3) to the reference; 0 keeps no reference model."""
+    """Weight of the KL penalty (k3) to the reference; with 0 only a `loss_fn` may use one."""
     reference_id: PathOrName | None = None
     """Model behind `ref_logprobs`, of the same vocabulary, as a teacher;
     None: the initial policy."""
@@ -353,7 +353,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     batch_size: PositiveInt = 32
     """Prompts per step over all ranks, so that results do not depend on the number of ranks."""
     max_tokens_per_gpu: PositiveInt = 16384
-    """Token budget of one forward/backward, padding included.
+    """Token budget of one forward/backward, padding included; no sequence may be longer.
     Changes memory and speed, never the gradient."""
     max_steps: PositiveInt | None = None
     """Steps (batches of completions) to train; None takes `num_epochs`."""

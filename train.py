@@ -2,7 +2,9 @@
 
     torchrun --nproc_per_node=N train.py [recipes/x.py] [--field value ...]
 
-In reading order: advantages, the loss and its corrections, one step, the loop (`main`).
+In reading order: advantages, the loss and its corrections, one step, the loop (`main`). A row is a
+micro-batch, one forward on this rank. Log-probs are the policy's, or `sampler_` (the server's),
+`trainer_` and `old_` (the policy's before the batch's first update), `ref_` (the reference's).
 """
 
 import math
@@ -77,19 +79,20 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
             `compute_advantages` looks at other groups where these may be missing.
     """
     rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
+    scale = config.scale_rewards
     if config.advantage_fn:
         advantages = own_advantages(rewards, groups, config)
+    elif config.advantages_need_batch:
+        advantages = compute_advantages(rewards, scale)
     else:
-        advantages = compute_advantages(rewards.clone(), config.scale_rewards)
-    if not config.advantages_need_batch:
-        alone = [compute_advantages(row, config.scale_rewards) for row in rewards.split(1)]
-        if not torch.allclose(torch.cat(alone), advantages, equal_nan=True):
+        together = compute_advantages(rewards.clone(), scale)  # a change may write into it
+        # One by one, as rounding would depend on which groups arrived together.
+        advantages = torch.cat([compute_advantages(one, scale) for one in rewards.split(1)])
+        if not torch.allclose(together, advantages, equal_nan=True):
             raise UserError(
                 "compute_advantages gives a group other advantages in its batch than alone: make it"
                 " an advantage_fn, which gets whole batches"
             )
-        # In one tensor, rounding would depend on which groups arrived together.
-        advantages = torch.cat(alone)
     for group, group_advantages in zip(groups, advantages.tolist(), strict=True):
         group.advantages = group_advantages
 
@@ -124,12 +127,13 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The unnormalized policy loss of a micro-batch: a sum over tokens.
 
-    The ratio ρ is exp(logprobs - old_logprobs); for importance_level sequence its geometric mean
-    over the completion, with the gradient of the token's own log-prob (GSPO-token,
-    arXiv:2507.18071). A token's loss is -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first
-    term (arXiv:2505.07291), or for cispo (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. To it comes β
-    times k3 = exp(ref - logprobs) - (ref - logprobs) - 1 times, but for kl_gradient forward, the
-    token's own ratio. For loss_type grpo it is divided by its completion's trained tokens.
+    A token's ratio is ρ = exp(logprobs - old_logprobs). Its loss:
+    - -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), in whose first term ρ ≤ δ (arXiv:2505.07291);
+    - for loss_type cispo (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs;
+    - for importance_level sequence ρ is its completion's geometric mean (GSPO, arXiv:2507.18071);
+    - plus β·ρ·k3, or for kl_gradient forward β·k3, of the token's own ρ, with
+      k3 = exp(ref - logprobs) - (ref - logprobs) - 1;
+    - for loss_type grpo all of it is divided by the trained tokens of its completion.
 
     Args:
         logprobs: [N], one per completion token, nats, under the policy; they alone have a gradient.
@@ -137,8 +141,7 @@ def grpo_loss(
         ref_logprobs: [N], nats, under the reference; may be None where config.beta is 0.
         advantages: [N].
         mask: [N], 1 on tokens that train, 0 elsewhere; any type.
-        completion: [N] int64, the completion of each token, whole if a loss looks at all of it
-            (`TrainConfig.loss_needs_completions`).
+        completion: [N] int64, that of each token; whole if `config.loss_needs_completions`.
         config: loss_type, importance_level, epsilon, epsilon_high, delta, beta, kl_gradient.
 
     Returns:
@@ -239,14 +242,14 @@ def arriving_rows(rollouts: Rollouts, config: TrainConfig) -> Iterator[MicroBatc
     dealer = Dealer(dist.get_world_size(), config)
 
     def deal(groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:
-        # Beside an earlier group a changed `compute_advantages` shows if it looks at others.
+        # An earlier group again, as it takes two to see if `compute_advantages` looks at others.
         set_advantages(dealer.added[:1] + groups, config)
         return dealer.deal(groups, is_complete)
 
     is_complete = False
     while not is_complete:
         # Both arguments are used on rank 0 alone, which has the groups.
-        rows, is_complete = rollouts.take(dealer.missing_tokens(), deal)
+        rows, is_complete = rollouts.next_rows(dealer.missing_tokens(), deal)
         yield from rows
 
 
@@ -262,7 +265,7 @@ def train_batch(
     learning_rate = optimizer.param_groups[0]["lr"]
     token_sums = TokenSums(device)
     grad_norms: list[float] = []
-    if config.updates_per_batch > 1:  # with one, the rows are iterated over only once
+    if config.updates_per_batch > 1:  # with one, rows train as they come, and are not kept
         rows = list(rows)
         for row in rows:
             moved = row.to(device)
@@ -277,8 +280,7 @@ def train_batch(
             if row.update:
                 normalizer = loss_normalizer(*row.update, config)
                 grad_norms.append(optimizer_step(policy, optimizer, scheduler, normalizer, config))
-                loss_sum = token_sums.totals.pop("loss_sum")  # of the rows since the last update
-                token_sums.totals["loss"] += loss_sum / normalizer / config.updates_per_batch
+                token_sums.end_update(normalizer * config.updates_per_batch)
 
     metrics, gaps = token_sums.metrics()
     metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
@@ -365,7 +367,7 @@ def main(config: TrainConfig) -> None:
         step = checkpoints.resume(checkpoint, resumed)
         num_skipped = 0
         log = RunLog(config, rollouts.num_steps, resumed, rollouts.noting_failure, rollouts.run)
-        with closing(log), checkpoints.saving(log):
+        with closing(log), checkpoints.saving(log):  # saves, and ends where `Stopped` is raised
             rollouts.publish(policy, step)  # from now on threads sample and score groups
             if step == 0:
                 evaluated, held_out = rollouts.evaluate(0)

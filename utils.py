@@ -161,7 +161,7 @@ def timed(name: str, metrics: dict[str, float]) -> Iterator[None]:
 class Stopped(Exception):
     """The end of the run after its last whole step.
 
-    A signal came, or no server is left.
+    A signal came, rank 0 noted a failure, or there are no more groups.
     """
 
 

@@ -25,7 +25,9 @@ from vllm_client import ServerError
 from weights.publish import published_weights
 
 # Settings of train.py that would change what is trained, and that this loop does not read.
-LEFT_OUT = {"loss_fn", "order_fn", "parts", "drop_zero_advantage", "resume_from_checkpoint"}
+LEFT_OUT = {
+    "loss_fn", "order_fn", "parts", "old_logprobs", "drop_zero_advantage", "resume_from_checkpoint",
+}  # fmt: skip
 
 
 def plain_loop(run: Run, device: Any, config: TrainConfig) -> None:
@@ -38,7 +40,7 @@ def plain_loop(run: Run, device: Any, config: TrainConfig) -> None:
     optimizer, scheduler = build_optimizer(policy, num_steps, config)
 
     for step in range(num_steps):
-        # 1. Send the policy to the servers; each is admitted once it has the weights.
+        # 1. Send the policy to all servers; new ones are admitted once they have the weights.
         for server in run.pool.update_weights(published_weights(policy), version=step):
             run.pool.admit(server)
 
@@ -90,6 +92,8 @@ def main(config: TrainConfig) -> None:
     with process_group(config.collective_timeout) as device:
         run = open_run(config, {})
         with run.exits:
+            if any(prompt.sources for prompt in run.prompts):
+                raise UserError("plain_loop takes no images: use train.py")
             run.pool.connect(device)
             plain_loop(run, device, config)
 

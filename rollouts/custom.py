@@ -93,19 +93,19 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
         forbidden: tokens that stand for images, which no policy samples.
         config: max_tokens_per_gpu, share_prefix, and the loss, which may need whole completions.
     """
-    own_prompt, completions = group.sequences
+    group_prompt, completions = group.sequences
     num_tokens = 0  # of the longest
     if config.loss_needs_completions:
         # A position predicts the next token, so a row has one fewer than tokens.
         num_tokens = longest_completion([group], config) + 1
     num_fixed = 0  # tokens with which every segment's prompt must begin
     if group.prompt.images:
-        num_fixed = len(own_prompt)
+        num_fixed = len(group_prompt)
     for prompt_ids, token_ids in chain.from_iterable(completions):
         num_tokens = max(num_tokens, len(prompt_ids) + len(token_ids))
         if not len(prompt_ids):
             raise ValueError("a segment has an empty prompt")
-        if not torch.equal(prompt_ids[:num_fixed], own_prompt[:num_fixed]):
+        if not torch.equal(prompt_ids[:num_fixed], group_prompt[:num_fixed]):
             raise ValueError("a segment's prompt does not begin with the group's, which has images")
         text_ids = torch.cat([prompt_ids[num_fixed:], token_ids])
         if not set(forbidden).isdisjoint(text_ids.tolist()):

@@ -28,7 +28,8 @@ class Prompt:
     token_ids: list[int]  # tokenized once; the placeholder of an image stands expanded
     content: Any  # the dataset's `prompt` (string or chat messages), for rewards and people
     columns: dict[str, Any]  # the other columns that the rewards want
-    sources: list[Any] = field(default_factory=list)  # its images as the dataset has them
+    # Its images as the dataset has them; once they are processed, as bytes or paths
+    sources: list[Any] = field(default_factory=list)
     # What its chat template takes beside messages: `tools`, or the like of `enable_thinking`
     template: dict[str, Any] = field(default_factory=dict)
     images: Any = None  # its images, processed (`rollouts.images.Images`); None until it is sampled
@@ -54,7 +55,7 @@ class Completion:
     finish_reason: str  # `stop` (it ended by itself), or a reason of `CUT`
     weight_versions: Any  # [n] int64, the policy that sampled it, or ENVIRONMENT; an int is of all
     info: dict[str, Any] = field(default_factory=dict)  # an environment's columns for the rewards
-    prompt_ids: Any = None  # [m] int64, its own prompt; None where that is the prompt of its group
+    prompt_ids: Any = None  # [m] int64, what it was sampled for; None: the prompt of its group
 
     def __post_init__(self) -> None:
         if isinstance(self.weight_versions, int):
@@ -108,7 +109,7 @@ class TokenColumns:
 class Group:
     """One prompt and its completions, the unit from dataset to gradient.
 
-    It is filled in on its way; of its rollouts and their tokens `fill` says more.
+    It is filled in on its way.
     """
 
     prompt: Prompt
@@ -133,6 +134,16 @@ class Group:
     why: str = ""
     ref_logprobs: Tensor | None = None  # [n] float32, nats, if a part of the run gives them
 
+    # By `fill`; of each rollout:
+    segments: list[list[Completion]] = field(init=False)
+    lengths: list[int] = field(init=False)  # tokens of its segments
+    num_sampled: list[int] = field(init=False)  # of them, those that a policy sampled
+    versions: list[list[int]] = field(init=False)  # the policies that sampled them, ascending
+    # Of the group:
+    num_tokens: int = field(init=False)  # of all segments with their prompts, nothing shared
+    sequences: Any = field(init=False)  # for `pack`: the prompt, and of each rollout its pairs
+    tokens: TokenColumns = field(init=False)
+
     def __post_init__(self) -> None:
         if self.completions:
             self.fill(self.completions)
@@ -146,15 +157,13 @@ class Group:
             ValueError: a rollout has no segment.
         """
         self.completions = []
-        # Of each rollout:
-        self.segments: list[list[Completion]] = []
-        self.lengths: list[int] = []  # tokens of its segments
-        self.num_sampled: list[int] = []  # of them, those that a policy sampled
-        self.versions: list[list[int]] = []  # the policies that sampled them, ascending
-        # Of the group, all segments with their prompts, nothing shared:
+        self.segments = []
+        self.lengths = []
+        self.num_sampled = []
+        self.versions = []
         self.num_tokens = 0
 
-        own_prompt = as_tokens(self.prompt.token_ids)
+        group_prompt = as_tokens(self.prompt.token_ids)
         pairs_of_rollouts = []
         for rollout in rollouts:
             segments = [rollout] if isinstance(rollout, Completion) else list(rollout)
@@ -164,7 +173,7 @@ class Group:
             pairs = []
             for segment in segments:
                 info |= segment.info
-                prompt_ids = own_prompt if segment.prompt_ids is None else segment.prompt_ids
+                prompt_ids = group_prompt if segment.prompt_ids is None else segment.prompt_ids
                 pairs.append((prompt_ids, segment.token_ids))
                 self.num_tokens += len(prompt_ids) + len(segment.token_ids)
             pairs_of_rollouts.append(pairs)
@@ -172,8 +181,7 @@ class Group:
             self.completions.append(replace(segments[-1], info=info))
             self.lengths.append(sum(len(segment.token_ids) for segment in segments))
 
-        # The prompt, and the pairs of each rollout, as `pack` takes them.
-        self.sequences: Any = (own_prompt, pairs_of_rollouts)
+        self.sequences = (group_prompt, pairs_of_rollouts)
         every_segment = list(chain.from_iterable(self.segments))
         self.tokens = TokenColumns(
             completion=torch.repeat_interleave(torch.tensor(self.lengths)),

@@ -80,8 +80,8 @@ def prove(rollouts: Any, servers: list[Server]) -> None:
 def _probe(rollouts: Any, server: Server) -> list[Completion]:
     """Two short completions under the weights that were sent; none if it gives no such.
 
-    Then it is left out, unless it may be busy: those who ask it for groups notice, too, if a server
-    is lost that serves.
+    Then it is left out, but for one that serves: it may be busy, and if it is lost, those who ask
+    it for groups notice.
     """
     prompt = rollouts.probe_prompt
     sampling = {

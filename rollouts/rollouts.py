@@ -51,8 +51,8 @@ class Rollouts:
     ):
         self.config = config
         self.device = device
-        self.stop = threading.Event()  # ends `take` and `evaluate`
-        self.failure: Exception | None = None  # what ended one of them, on rank 0
+        self.stop = threading.Event()  # ends `next_rows` and `evaluate`
+        self.failure: Exception | None = None  # for which the run is to end, on rank 0
         self.policy: Any = None  # that was published last
         self.version = -1  # of that policy
         self.run: Any = None  # on rank 0
@@ -115,10 +115,12 @@ class Rollouts:
 
     # -- Groups, from here to the trainer --
 
-    def take(
+    def next_rows(
         self, num_tokens: float, deal: Callable[[list[Group], bool], list[list[MicroBatch]]]
     ) -> tuple[list[MicroBatch], bool]:
-        """Take the batch's next rows. Collective.
+        """This rank's next rows of the batch. Collective.
+
+        Rank 0 waits for groups, deals them, and sends each rank its rows.
 
         Args:
             num_tokens: of groups to wait for, about; where servers sleep it is the whole batch, as
@@ -141,7 +143,7 @@ class Rollouts:
             if not group:
                 if self.version >= self.stream.num_steps:  # there are groups for fewer steps
                     self.stop.set()
-                return None
+                return None  # look again
             groups.append(group)
             num_tokens -= row_tokens([group], self.config)
             is_complete = self.stream.missing == 0
@@ -153,21 +155,21 @@ class Rollouts:
             return is_complete
 
         started_s = time.monotonic()
-        is_complete = self._wait(look)
+        is_complete = self._wait(look)  # None where the run is to end
         self.waited_s += time.monotonic() - started_s
         if is_complete is None:
             raise Stopped
         return scatter_objects(rows_of_rank), is_complete
 
     def _wait(self, look: Callable[[], bool | None]) -> bool | None:
-        """Repeat rank 0's `look` while it returns None. Collective.
+        """Repeat rank 0's `look` until it finds something. Collective.
 
-        A look takes a second at most. Between two of them all ranks send the policy to servers that
-        came back.
+        A look waits a second at most, and returns None to look again. Between two of them all ranks
+        send the policy to servers that came back.
 
         Returns:
-            On every rank what it found; None where the run is to end, by a signal, a failure, or as
-            there are no more groups.
+            On every rank what `look` found; None where the run is to end, by a signal, a failure,
+            or as there are no more groups.
         """
 
         def next_word() -> bool | str | None:

@@ -44,7 +44,7 @@ class Run:
 
     # Samples and scores a group, in a thread of its own; `sample_and_score` unless replaced.
     fill: Callable[[Group], None] = field(init=False)
-    # The next groups, by the number of the first; None takes the prompts in their order.
+    # The next groups, by the number of the first; None shuffles, or asks `order_fn`.
     choose: Callable[[int], list[Group]] | None = None
     num_steps: int | None = None  # that there are groups for; None: as the config says
     # Called as the config's `on_step` is, after it.
@@ -66,11 +66,11 @@ class Run:
         Raises:
             RolloutFailed: there are no completions, and no server is to blame.
         """
-        row = self.failures.begin("rollout_fn")
+        streak = self.failures.begin("rollouts")
         try:
             sample_group(group, self.pool, self.processor, self.config, **instead)
         except RolloutFailed as error:
-            self.failures.note(row, str(error), group)
+            self.failures.note(streak, str(error), group)
             raise
         self.scorer.score(group)
 

@@ -1,4 +1,4 @@
-"""A group's completions from one server, or from another after a loss."""
+"""A group's completions from one server, or from another once that is lost."""
 
 import time
 from collections.abc import Callable

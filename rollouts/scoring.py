@@ -136,27 +136,27 @@ def weighted(rewards: Tensor, config: TrainConfig) -> list[float]:
 class Failures:
     """Failed calls of one kind, kept in a file of the run. Thread-safe.
 
-    One in thousands is no reason to end a run, but a row of them is. The calls of each function are
-    counted off in rows of `batch_size`, at least 4, as they begin: quick failures end before slow
-    successes.
+    One in thousands is no reason to end a run, but a streak of them is. The calls of each function
+    are counted off in streaks of `batch_size`, at least 4, as they begin: quick failures end before
+    slow successes.
     """
 
     def __init__(self, kind: str, config: TrainConfig):
         self.path = Path(config.output_dir) / f"failed_{kind}.jsonl"
-        self._row_size = max(config.batch_size, 4)
+        self._streak_size = max(config.batch_size, 4)
         self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)  # of calls
-        self.failed: list[tuple[str, int]] = []  # of each failed call its row
+        self.failed: list[tuple[str, int]] = []  # of each failed call its streak
         self._lock = threading.Lock()
 
     def begin(self, name: str) -> tuple[str, int]:
-        """The row, by function and number, of a call that begins now."""
-        return name, next(self._numbers[name]) // self._row_size
+        """The streak, by function and number, of a call that begins now."""
+        return name, next(self._numbers[name]) // self._streak_size
 
-    def note(self, row: tuple[str, int], message: str, group: Group) -> None:
+    def note(self, streak: tuple[str, int], message: str, group: Group) -> None:
         """Write a failed call down, with the group that it was for.
 
         Raises:
-            UserError: all calls of its row have failed.
+            UserError: all calls of its streak have failed.
         """
         failed_call = {
             "error": message,
@@ -169,11 +169,11 @@ class Failures:
             # Half a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(line + "\n")
-            self.failed.append(row)
-            num_failed = self.failed.count(row)
+            self.failed.append(streak)
+            num_failed = self.failed.count(streak)
         if num_failed == 1:
             print(f"{message} (all that fail are in {self.path})")
-        if num_failed == self._row_size:
+        if num_failed == self._streak_size:
             raise UserError(
                 f"{message}; so did {num_failed} calls in a row, see {self.path}; mend the cause, "
                 "and go on with --resume_from_checkpoint auto"
@@ -226,16 +226,17 @@ class Scorer:
         """
         where = f"reward {function.__name__} on {group.prompt.where}"
         arguments = {}
+        # Every column that a completion has, or the function needs.
         for name in dict.fromkeys(itertools.chain(*samples, required(function))):
             arguments[name] = [sample.get(name) for sample in samples]
 
-        row = self.failures.begin(function.__name__)
+        streak = self.failures.begin(function.__name__)
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
         except CallError as error:
             if self._calls.is_closed:
                 raise
-            self.failures.note(row, f"{where} {error}", group)
+            self.failures.note(streak, f"{where} {error}", group)
             values = [self.config.failed_reward] * len(samples)
 
         with naming(
@@ -245,6 +246,7 @@ class Scorer:
             rewards = []
             is_usable = len(values) == len(samples)
             for value in values:
+                # `float` would take text, too.
                 rewards.append(math.nan if value is None else value.__float__())
                 # Finite, and not NaN.
                 is_usable &= value is None or abs(rewards[-1]) < LARGEST

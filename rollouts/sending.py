@@ -76,12 +76,15 @@ class Sender:
             if not any(errors):
                 message: Any = packed(bucket, self.device, self.dtype)
                 works[-1] = self.threads.submit(self.group.result().send, *message)
-        return self._failures(replies, errors)
+        return self._end_update(replies, errors)
 
-    def _failures(
+    def _end_update(
         self, replies: dict[Server, Future[None]], errors: list[BaseException | None]
     ) -> dict[Server, BaseException | None]:
-        """Let servers give up an update that broke off; returns why each has it not."""
+        """Wait for all replies, and let servers give up an update that broke off.
+
+        Returns why each server has it not, None where it has.
+        """
         servers = list(replies)
         if any(errors):
             print("an update broke off:", next(filter(None, errors)))
@@ -95,7 +98,7 @@ class Sender:
         if any(failures.values()):
             self.leave()
         if all(isinstance(failure, UpdateBroken) for failure in failures.values()):
-            # Who is to blame, nobody knows. The first may go on without the others: perhaps they
+            # Who is to blame, nobody knows. All but the first are lost, or a lone one: perhaps they
             # have no way to each other.
             for server in servers[1:] or servers:
                 failures[server] = ServerLost(str(failures[server]))

@@ -27,7 +27,7 @@ from vllm_client import (
     UpdateBroken,
 )  # fmt: skip
 
-PROBE_S = 1.0  # between questions to a lost server, doubled at each of its losses
+PROBE_S = 1.0  # until a lost server is asked, doubled at each of its losses; then between questions
 MOST_DOUBLED = 8  # times
 
 
@@ -352,7 +352,8 @@ class ServerPool:
         """
         with self._updating:
             self.sleeps = False
-            self._ends_s = time.monotonic() + self.config.server_timeout  # the lost may come back
+            # While they slept nobody was taken back.
+            self._ends_s = time.monotonic() + self.config.server_timeout
             returned = self.returned
             servers = returned if only_returned else self.serving + returned
             failures = self._sender.send(weights, servers, version)
@@ -361,7 +362,7 @@ class ServerPool:
                     server.version = version
                 elif not isinstance(failure, UpdateBroken):
                     self.lose(server, failure)
-                elif server.state is not State.LOST:  # meanwhile
+                elif server.state is not State.LOST:  # as a rollout noticed meanwhile
                     server.why_out = str(failure)
                     server.state = State.WAITING
             self.version = version

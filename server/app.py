@@ -143,7 +143,8 @@ class RolloutServer:
             if self.can_sleep:
                 await self.engine.wake_up()
             await self.engine.pause_generation(mode="abort", clear_cache=True)
-            # It stays paused until the first update: late requests must not get zeroed weights.
+            # Late requests must not get zeroed weights: it stays paused until the first update, or
+            # with sleep mode until that wakes its weights.
             about.gpus = await self._on_workers("connect")
 
         async def held() -> AsyncIterator[bytes]:
@@ -223,8 +224,8 @@ class RolloutServer:
     async def update(self, request: UpdateRequest, http: Request) -> Response:
         """Take an update, and sample on as its version; sampling pauses to put it in place.
 
-        It is given up where the trainer asks for that, begins another, or hangs up. After an error
-        sampling may stay paused, with a part of the weights, until the next update.
+        While it comes it is given up where the trainer asks for that, begins another, or hangs up.
+        After an error sampling may stay paused, with a part of the weights, until the next update.
         """
         if request.trainer != self.trainer:
             raise ValueError("another trainer uses this server")
@@ -245,7 +246,7 @@ class RolloutServer:
 
             started_s = time.monotonic()
             if self.can_sleep:
-                await engine.wake_up(["weights"])  # which would end a pause
+                await engine.wake_up(["weights"])  # before the pause, which it would end
             await engine.renderer.clear_mm_cache_async()
             # vLLM's `pause_generation` takes 20 ms more.
             await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
@@ -255,6 +256,7 @@ class RolloutServer:
 
             if self.config.lora_config:
                 self._adapter = ADAPTER
+            # It sends the tokens that are kept first, under the version before: `send_and_set`.
             await engine.update_weight_version(request.weight_version)
             if self.can_sleep:
                 # The cache comes last: loading may need its memory, and then vLLM samples again.

@@ -32,8 +32,8 @@ ADAPTER = LoRARequest("policy", 1, "policy")
 class Update:
     """An update on its way into a worker's model.
 
-    A thread takes its buckets, which wait beside the model while it samples, as far as they have
-    room. They are loaded while sampling pauses, with those that still come.
+    A thread takes buckets from `_buckets`, which wait beside the model while it samples, as far as
+    they have room. While sampling pauses, `arriving` gives these, and goes on with `_buckets`.
     """
 
     def __init__(self, meeting: Meeting, worker: Any, is_sampling: bool):
@@ -43,10 +43,10 @@ class Update:
         self._can_wait = meeting.backend != "ipc" and is_sampling
         self._waiting: list[dict[str, Tensor]] = []
         self._coming = self._buckets(meeting, worker)
-        self._thread = threading.Thread(target=self._take, daemon=True)
+        self._thread = threading.Thread(target=self._keep, daemon=True)
         self._thread.start()
 
-    def _take(self) -> None:
+    def _keep(self) -> None:
         """Take buckets as long as they can wait."""
         with suppress(Exception):  # of which `error` tells
             for bucket in self._coming:

@@ -30,12 +30,12 @@ def attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
             name = output.request_id
             outputs = kept.setdefault(name, [])
             outputs.append(output)
-            # Others are the last, log-probs of the prompt, and events, of which /metrics tells the
-            # time; and a text is looked at as it grows, for strings that stop it.
+            # Sent at once: the last tokens, log-probs of the prompt, events, of which /metrics
+            # tells the time; and texts, in which strings that stop them are looked for.
             has_prompt = output.new_prompt_logprobs_tensors is not None
-            has_more = output.finished or has_prompt or output.events
+            cannot_wait = output.finished or has_prompt or output.events
             is_read = name not in requests or requests[name].sampling_params.detokenize
-            if has_more or is_read or len(outputs) == MOST_KEPT:
+            if cannot_wait or is_read or len(outputs) == MOST_KEPT:
                 sent.append(joined(kept.pop(name)))
         message.outputs = sent
         if not sent and not message.scheduler_stats and not message.finished_requests:

@@ -113,14 +113,14 @@ def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, monkeypatch, num
     weights = []
     taken = []  # whether a batch was complete, at each `take`
     released = []  # the last request before memory is released
-    take = Rollouts.take
+    take = Rollouts.next_rows
 
     def taking(self, num_tokens, deal):
         rows, is_complete = take(self, num_tokens, deal)
         taken.append(is_complete)
         return rows, is_complete
 
-    monkeypatch.setattr(Rollouts, "take", taking)
+    monkeypatch.setattr(Rollouts, "next_rows", taking)
     for can_sleep in (False, True):
         answers = [answer_in(0.01) for _ in range(num_servers)]
         folder = tmp_path / f"run-{can_sleep}"

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -176,10 +176,10 @@ class Checkpoints:
         for values in optimizer.state.values():
             values["step"].zero_()  # that step must not count
 
-        self._begun = 0  # the last update that the weights have, or half of it
+        self._updates_begun = 0  # the last update that the weights have, or half of it
 
         def note_update(*_: Any) -> None:
-            self._begun = scheduler.last_epoch + 1
+            self._updates_begun = scheduler.last_epoch + 1
 
         optimizer.register_step_pre_hook(note_update)
 
@@ -250,17 +250,16 @@ class Checkpoints:
         except Stopped:
             pass
         except BaseException:
-            num_updates = self.rollouts.version * self.config.updates_per_batch
-            if num_updates == max(self._begun, self.scheduler.last_epoch):  # no step is half done
-                try:
-                    # Made for this: no rank can be in the middle of a collective of it.
-                    timeout = timedelta(seconds=MEETING_S)
+            num_updates = self.rollouts.version * self.config.updates_per_batch  # of whole steps
+            if num_updates == max(self._updates_begun, self.scheduler.last_epoch):
+                # Made for this: no rank can be in the middle of a collective of it.
+                timeout = timedelta(seconds=MEETING_S)
+                with suppress(RuntimeError):  # the others are in the middle of a step
                     dist.barrier(dist.new_group(backend="gloo", timeout=timeout))
-                    self._save_last(log)
-                except RuntimeError:  # the others are in the middle of a step
-                    pass
-                except Exception as failure:  # the first error is the one to raise
-                    print(f"the last step is not saved: {_in_a_line(failure)}", flush=True)
+                    try:
+                        self._save_last(log)
+                    except Exception as failure:  # the first error is the one to raise
+                        print(f"the last step is not saved: {_in_a_line(failure)}", flush=True)
             raise
         self._save_last(log)
 

@@ -47,7 +47,7 @@ class TokenSums:
         """Count a micro-batch in.
 
         Args:
-            loss_sums: 0-d sums over tokens that the loss returned, by name.
+            loss_sums: 0-d sums over tokens, by name: `loss_sum`, and those that came with it.
             entropy: [N], nats.
             trainer_logprobs: [N], nats, before the batch's first update, where they are kept; else
                 of this forward.
@@ -71,6 +71,10 @@ class TokenSums:
         self.max_gap = torch.maximum(self.max_gap, distance.max())
         columns = torch.stack([distance, mask]).double()
         self.by_server.index_add_(1, micro_batch.servers.long(), columns)
+
+    def end_update(self, divisor: float) -> None:
+        """Add to `loss` the `loss_sum` of the rows since the last update, over `divisor`."""
+        self.totals["loss"] += self.totals.pop("loss_sum") / divisor
 
     def metrics(self) -> tuple[dict[str, float], Gaps]:
         """Means over all ranks' tokens, and mean |Δ| by server. Collective.

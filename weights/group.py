@@ -99,18 +99,18 @@ class WeightGroup:
         """
         handle = handle_of(buffer) if entries and self._lends else None
         text = _bytes(msgspec.msgpack.encode((entries, len(buffer), handle)))
-        self._give(torch.tensor([len(text)]).view(torch.uint8))
-        self._give(text)
+        self._pass_on(torch.tensor([len(text)]).view(torch.uint8))
+        self._pass_on(text)
         needs_bytes = torch.tensor([not handle], dtype=torch.uint8)
         if handle:  # the memory is lent until the worker tells whether it could copy it
             self._works.append(self._group.recv([needs_bytes], 1, 0))
             self._settle()
             self._lends = not needs_bytes  # CUDA never frees what nobody has opened
         if needs_bytes:
-            self._give(buffer)
+            self._pass_on(buffer)
         self._settle()
 
-    def _give(self, data: Tensor) -> None:
+    def _pass_on(self, data: Tensor) -> None:
         """Start to send bytes to the next member; by nccl to all, who call this, too."""
         data = data.to(self._wire)
         if self._uses_nccl:
@@ -143,7 +143,7 @@ class WeightGroup:
         """The next bytes, which are passed on while more come."""
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._wire)
         if self._uses_nccl:
-            self._give(data)  # which fills it
+            self._pass_on(data)  # by one broadcast, which fills it here
             self._settle()
             return data
         chunks = data.split(CHUNK_BYTES)
@@ -151,7 +151,7 @@ class WeightGroup:
         for chunk, work in zip(chunks, coming, strict=True):
             work.wait()
             self._settle()  # the chunk before it has gone off
-            self._give(chunk)
+            self._pass_on(chunk)
         return data
 
     def _settle(self) -> None:
