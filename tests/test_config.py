@@ -35,11 +35,9 @@ def make(**fields):
     ("words", "field", "value"),
     [
         ("--bf16 true", "bf16", True),
-        ("--bf16=False", "bf16", False),
         ("--top_k none", "top_k", None),
         ("--stop a,b", "stop", ["a", "b"]),
         ('--stop ["a,b"]', "stop", ["a,b"]),
-        ("--stop None", "stop", None),
         ("--stop 3", "stop", ["3"]),
         ("--reward_weights=-.5", "reward_weights", [-0.5]),
         ('--sampling_params {"seed":3}', "sampling_params", {"seed": 3}),
@@ -51,9 +49,7 @@ def make(**fields):
         ("--wandb-project=--a-b=c --use_wandb true", "wandb_project", "--a-b=c"),
         ('--reward-funcs ["os.path.isfile"]', "reward_funcs", [os.path.isfile]),
         ("--collate_fn os.path.isfile", "collate_fn", os.path.isfile),
-        ("--collate_fn none", "collate_fn", None),
         ("--batch_size 3 --batch_size 4", "batch_size", 4),
-        ('--chat_template_kwargs {"a":false}', "chat_template_kwargs", {"a": False}),
         ('--eval_dataset_id {"a":"x.jsonl"}', "eval_dataset_id", {"a": "x.jsonl"}),
     ],
 )
@@ -61,6 +57,7 @@ def test_overrides(words, field, value):
     assert getattr(parse_args(MUST + words.split()), field) == value
 
 
+MOVING = "--beta 0.1 --reference_decay 0.5"
 NO_EFFECT = [  # what is set, and "... has no effect with" what
     ("--lora_rank 8", "lora_rank", "use_peft=False"),
     ("--fsdp_bf16 true", "fsdp_bf16", "use_fsdp=False"),
@@ -75,7 +72,7 @@ NO_EFFECT = [  # what is set, and "... has no effect with" what
     (
         "--off_policy_correction none --correction_cap 3",
         "correction_cap",
-        "off_policy_correction=none",
+        "off_policy_correction=n",
     ),
     ("--correction_floor 0.1", "correction_floor", "off_policy_correction=truncate"),
     ("--kl_gradient forward", "kl_gradient", "beta=0.0"),
@@ -85,17 +82,18 @@ NO_EFFECT = [  # what is set, and "... has no effect with" what
     ("--loss_type cispo --delta 4", "delta", "loss_type=cispo"),
     ("--advantage_fn os.path.exists --scale_rewards none", "scale_rewards", "advantage_fn"),
 ]
+NO_ADDRESSES = [
+    *("localhost:8000", "http://[1", "http://a:port", "http://user:token@a:1", "http://a:1/v1"),
+]
 REFUSED = [
     ("--lerning_rate 1", "unknown field lerning_rate: did you mean learning_rate?"),
     ("--model m", "unknown field model: did you mean model_id?"),
-    ("--bf16 3", "bf16='3': Input should be a valid boolean"),
     ("--batch_size 2.5", "batch_size='2.5': Input should be a valid integer"),
     ("--batch_size 0", "batch_size='0': Input should be greater than 0"),
     ("--num_generations 1", "num_generations='1': Input should be greater than or equal to 2"),
     ("--temperature 0", "temperature='0': Input should be greater than or equal to 0.01"),
     ("--warmup_ratio 1.5", "warmup_ratio='1.5': Input should be less than or equal to 1"),
     ("--max_staleness -1", "max_staleness='-1': Input should be greater than or equal to 0"),
-    ("--sync_timeout 0", "sync_timeout='0': Input should be greater than 0"),
     ("--epsilon nan", "epsilon='nan': Input should be a finite number"),
     ("--loss_type ppo", "loss_type='ppo': Input should be 'grpo', "),
     ("--sampling_params {", "sampling_params='{': Input should be a valid dictionary"),
@@ -105,35 +103,24 @@ REFUSED = [
     ("--dataset_id {}", "dataset_id={}: "),
     ('--dataset_id {"":"x.jsonl"}', "dataset_id"),
     ("--stop", "--stop: give --field value, or --field=value where the value begins with --"),
-    ("--output_dir --use_peft true", "--output_dir: give --field value, or --field=value where"),
     ("--seed 3 batch_size 4", "batch_size: give --field value"),
-    ("--vllm_urls localhost:8000", "give http://host:port, or @file"),
-    ("--vllm_urls http://[1", "give http://host:port, or @file"),
-    ("--vllm_urls http://a:port", "give http://host:port, or @file"),
-    ("--vllm_urls http://user:token@a:1", "give http://host:port, or @file"),
-    ("--vllm_urls http://a:1/v1", "give http://host:port, or @file"),
+    *((f"--vllm_urls {url}", "give http://host:port, or @file") for url in NO_ADDRESSES),
     ("--reward_funcs os.path.nothing", "Invalid python path: No module named 'os.path.nothing'"),
     ("--reward_funcs ..f", "Invalid python path: No module named 'f'"),
     ("--reward_funcs os.path", "Input should be callable"),
     ("--reward_funcs os.path.exists,os.path.exists", "each needs a __name__ of its own"),
     ("--reward_weights 1,2", "reward_weights must be as many as reward_funcs"),
     ("--batch_size 9 --num_minibatches 2", "batch_size must be a multiple of num_minibatches"),
-    (
-        "--max_completion_len 512 --max_tokens_per_gpu 512",
-        "max_tokens_per_gpu must exceed max_completion_len",
-    ),
+    ("--max_tokens_per_gpu 512", "max_tokens_per_gpu must exceed max_completion_len"),
     ("--off_policy_correction mask --correction_floor 3", "correction_floor must be below"),
     ("--epsilon 1", "epsilon must be below 1, but for loss_type=cispo"),
     ("--delta 1.1", "delta must exceed 1 + epsilon_high"),
     ("--push_to_hub true", "push_to_hub needs hub_repo_id"),
     ("--max_steps 3 --num_epochs 2", "num_epochs has no effect with max_steps"),
+    (f"{MOVING} --dtype bfloat16", "reference_decay: an average in bfloat16 rounds its steps away"),
     (
-        "--beta 0.1 --reference_decay 0.5 --dtype bfloat16",
-        "reference_decay: an average in bfloat16 rounds its steps away",
-    ),
-    (
-        "--beta 0.1 --reference_decay 0.5 --reference_id m",
-        "the reference is a part, or reference_id, or moves by reference_decay: leave one",
+        f"{MOVING} --reference_id m",
+        "the reference is a part, or reference_id, or moves by reference",
     ),
     *((words, f"{field} has no effect with {other}") for words, field, other in NO_EFFECT),
 ]
@@ -174,12 +161,14 @@ def write(tmp_path, monkeypatch):
 
 def test_recipe_and_its_own_functions(write):
     path = write("own_functions.py", RECIPE % "")
-    config = parse_args([path, "--reward_funcs", ".other,os.path.exists", "--beta", "0.1"])
+    write("beside_it.py", "def f(**_): return []")
+    config = parse_args([path, "--reward_funcs", ".other,beside_it.f", "--beta", "0.1"])
     assert parse_args([path, "--reward_funcs", "other"]).reward_funcs == config.reward_funcs[:1]
-    assert config.reward_funcs == [sys.modules["own_functions"].other, os.path.exists]
+    functions = [sys.modules["own_functions"].other, sys.modules["beside_it"].f]
+    assert config.reward_funcs == functions
     assert (config.learning_rate, config.beta) == (2e-5, 0.1)
     saved = json.loads(json.dumps(to_json(config)))
-    assert saved["reward_funcs"] == ["own_functions.other", "genericpath.exists"]
+    assert saved["reward_funcs"] == ["own_functions.other", "beside_it.f"]
     assert set(saved) == {f.name for f in dataclasses.fields(TrainConfig)}
     needed = {"model_id", "dataset_id", "reward_funcs"}
     assert changed_fields(config) == {*needed, "learning_rate", "beta"}
@@ -214,6 +203,13 @@ def test_errors_of_the_users_own_code_are_passed_on(write):
         parse_args(["--model_id", "m"])
 
 
+LOADS = """
+import pickle, sys
+sys.path, functions = pickle.load(sys.stdin.buffer)
+print(pickle.loads(functions))
+"""
+
+
 def test_recipes_are_importable_modules(write):
     """By a dotted name below this project, else by the file's stem."""
     assert load_recipe(str(ROOT / "recipes" / "math.py")).__name__ == "recipes.math"
@@ -225,12 +221,9 @@ def test_recipes_are_importable_modules(write):
     assert load_recipe(write("v1.5/dotted_folder.py", RECIPE % "")).__name__ == "dotted_folder"
     assert load_recipe(write("sums-2.py", RECIPE % "")).__name__ == "sums-2"
     functions = load_recipe(write("elsewhere.py", RECIPE % "")).config.reward_funcs
-    code = "import pickle, sys; sys.path = pickle.load(sys.stdin.buffer); print(pickle.load(sys.stdin.buffer))"
-    sent = pickle.dumps(sys.path) + pickle.dumps(functions)
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=sent, capture_output=True, env=ENV, cwd="/", check=True
-    )
-    assert done.stdout.startswith(b"[<function mine")
+    sent = pickle.dumps((sys.path, pickle.dumps(functions)))
+    told = subprocess.check_output([sys.executable, "-c", LOADS], input=sent, env=ENV, cwd="/")
+    assert told.startswith(b"[<function mine")
 
 
 HIDING = ["json.py", "math.py", "config.py", "v1.5.py", "recipe.txt", "tqdm.py"]
@@ -264,16 +257,9 @@ def test_a_recipe_hides_no_other_module(write):
     [
         ({"batch_size": True}, "batch_size=True: Input should be a valid integer"),
         ({"batch_size": "2"}, "batch_size='2': Input should be a valid integer"),
-        ({"bf16": 1}, "bf16=1: Input should be a valid boolean"),
-        ({"temperature": True}, "temperature=True: Input should be a valid number"),
         ({"beta": math.nan}, "beta=nan: Input should be a finite number"),
-        ({"reward_weights": [math.inf]}, "reward_weights=[inf]: Input should be a finite number"),
         ({"stop": "a"}, "stop='a': Input should be a valid list; --help explains it"),
-        ({"stop": [1]}, "stop=[1]: Input should be a valid string"),
-        ({"dataset_id": 3}, "dataset_id=3: Input should be a valid string"),
         ({"rollout_fn": 3}, "rollout_fn=3: Input should be callable"),
-        ({"sampling_params": []}, "sampling_params=[]: Input should be a valid dictionary"),
-        ({"xyz_abc": 3}, "unknown field xyz_abc: did you mean "),
     ],
 )
 def test_strict_types(fields, message):
@@ -311,8 +297,6 @@ BENDS = {"repetition_penalty": 1.1, "logit_bias": {"5": 1.0}, "top_p": 0.9}
         ({"dtype": "bfloat16"}, "weights lose most updates"),
         ({"dtype": "bfloat16", "use_peft": True, "learning_rate": 1e-5}, None),
         ({"use_peft": True}, "learning_rate=1e-06: LoRA hardly learns below 1e-5; try 1e-5 to"),
-        ({"use_peft": True, "learning_rate": 9e-6}, "learning_rate=9e-06: LoRA hardly learns"),
-        ({"learning_rate": 9e-6}, None),
     ],
 )
 def test_describe(fields, warning):
@@ -344,19 +328,10 @@ def test_help_shows_every_field(capsys):
         assert line in text.splitlines()
 
 
-def test_dotted_path_from_the_working_directory(write):
-    write("my_rewards_module.py", "def f(**_): return []")
-    (function,) = parse_args([*MUST, "--reward_funcs", "my_rewards_module.f"]).reward_funcs
-    assert function is sys.modules["my_rewards_module"].f
-
-
 @pytest.mark.house
-def test_every_field_is_documented_and_read():
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
-    rooms = ("rollouts", "training", "weights", "server")
-    files = [*ROOT.glob("*.py"), *(file for room in rooms for file in ROOT.glob(f"{room}/*.py"))]
-    code = "".join(file.read_text() for file in files)
-    source = (ROOT / "config.py").read_text()
-    for name in names:
-        uses = len(re.findall(rf"\b{name}\b", code.replace(source, "")))
-        assert uses, f"nothing outside config.py reads {name}"
+def test_every_field_is_read():
+    rooms = (".", "rollouts", "training", "weights", "server")
+    files = [file for room in rooms for file in (ROOT / room).glob("*.py")]
+    code = "".join(file.read_text() for file in files if file.name != "config.py")
+    for field in dataclasses.fields(TrainConfig):
+        assert re.search(rf"\b{field.name}\b", code), f"nothing but config.py reads {field.name}"

@@ -17,8 +17,6 @@ from datasets import Dataset
 from helpers import CHAT_TEMPLATE, make_tokenizer, table
 from some_rewards import hangs, only_first, raises, right, scalar, short
 from test_config import make as make_config
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from config import UserError, to_json
 from recipes.rewards import best_of
@@ -40,7 +38,7 @@ from rollouts.stream import next_groups
 from server.messages import Sampled
 from training.batching import token_columns, trained_lengths
 from training.loading import load_model_config
-from training.logs import batch_samples, token_text
+from training.logs import batch_samples
 from training.metrics import batch_metrics
 from vllm_client import Server, completion_of
 
@@ -95,14 +93,10 @@ def test_a_token_without_an_embedding_names_its_row(models):
     """Added to the tokenizer alone, by whatever set."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<tool>"])
-    plain = [{"prompt": "1+1="}]
-    added = [*plain, {"prompt": "<tool>2+2="}]
-    config = make_config(
-        model_id=models["untied"],
-        reward_funcs=[only_first],
-        dataset_id={"easy": lambda: plain, "hard": lambda: added},
-        eval_dataset_id=lambda: added,
-    )
+    rows = [{"prompt": "1+1="}, {"prompt": "<tool>2+2="}]
+    sets = {"easy": lambda: rows[:1], "hard": lambda: rows}
+    fields = {"dataset_id": sets, "eval_dataset_id": sets["hard"], "reward_funcs": [only_first]}
+    config = make_config(model_id=models["untied"], **fields)
     held_out = load_sets("eval_dataset_id", "test", tokenizer, config)[""]
     model_config, _ = load_model_config(config)
     for prompts, where in (
@@ -139,8 +133,6 @@ def test_a_table_is_taken_as_it_is_shown():
     assert prompts_of(lambda: table.select([1]))[0].content == "12+30="
     doubled = table.with_transform(lambda rows: {"prompt": [2 * text for text in rows["prompt"]]})
     assert prompts_of(lambda: doubled)[0].content == "1+1=1+1="
-    with pytest.raises(UserError, match="has no rows"):
-        prompts_of(lambda: table.select([]))
 
 
 def test_columns_and_collate():
@@ -167,17 +159,17 @@ def test_chat_template_once_and_one_bos(add_bos):
 
 
 def test_long_prompts_are_counted_and_left_out(capsys):
-    left_out = "left out {} of 2 prompts, empty or over {} tokens, as dataset row {}: {}".format
     cure = (
         "raise max_tokens_per_gpu, or the --max-model-len of all servers, or lower "
         "max_completion_len=512"
     )
+    told = f"left out %d of 2 prompts, empty or over %d tokens, as dataset row %d: {cure}"
     assert len(prompts_of(rows, max_prompt_len=6)) == 2
     assert capsys.readouterr().out == ""
     (kept,) = prompts_of(rows, max_prompt_len=4)
     assert kept.index == 0
-    assert capsys.readouterr().out == left_out(1, 4, 1, cure) + "\n"
-    with pytest.raises(UserError, match=f"^{left_out(2, 3, 0, cure)}$"):
+    assert capsys.readouterr().out == told % (1, 4, 1) + "\n"
+    with pytest.raises(UserError, match=f"^{told % (2, 3, 0)}$"):
         prompts_of(rows, max_prompt_len=3)
 
 
@@ -190,11 +182,7 @@ QUESTIONS = [{"prompt": "x"}, {"prompt": "x", "completions": []}]
         ({"source": lambda: []}, "has no rows"),
         ({"extra_columns": ["label"]}, "row 0: KeyError: 'label'"),
         ({"source": lambda: QUESTIONS}, "row 1: .*column completions has the name of another"),
-        ({"source": "nowhere.jsonl"}, "dataset nowhere.jsonl: FileNotFoundError"),
-        (
-            {"collate_fn": lambda row: {"prompt": row["question"]}},
-            "through collate_fn, which gets the list of all rows: TypeError",
-        ),
+        ({"collate_fn": lambda row: row["prompt"]}, "through collate_fn, .* all rows: TypeError"),
     ],
 )
 def test_bad_data(fields, message):
@@ -248,9 +236,8 @@ def test_several_sets():
     prompts = load_train_set(make_tokenizer(), config)
     assert [prompt.index for prompt in prompts] == list(range(3 + 9))
     assert (prompts[4].set, prompts[4].where) == ("more", "row 1 of dataset_id more")
-    broken = make_config(
-        dataset_id={"a": lambda: rows, "b": lambda: [{}]}, reward_funcs=[only_first]
-    )
+    sets = {"a": lambda: rows, "b": lambda: [{}]}
+    broken = make_config(dataset_id=sets, reward_funcs=[only_first])
     with pytest.raises(UserError, match="^dataset_id b: dataset row 0: it has no `prompt`, a str"):
         load_train_set(make_tokenizer(), broken)
 
@@ -265,12 +252,8 @@ def test_names_with_subset_and_split(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", load)
     for source in ("a/b", "a/b:main", "a/b::test[:100]", "a/b:main:dev"):
         prompts_of(source)
-    assert asked == [
-        ("a/b", None, "train"),
-        ("a/b", "main", "train"),
-        ("a/b", None, "test[:100]"),
-        ("a/b", "main", "dev"),
-    ]
+    wanted = [(None, "train"), ("main", "train"), (None, "test[:100]"), ("main", "dev")]
+    assert asked == [("a/b", *names) for names in wanted]
 
 
 # -- metrics and samples of groups -------------------------------------------------------------------------------------
@@ -279,9 +262,8 @@ def test_names_with_subset_and_split(monkeypatch):
 def make_groups():
     ids = [make_tokenizer().convert_tokens_to_ids([*text, "<eos>"]) for text in ("2", "3")]
     completions = [Completion(token_ids, [0.0] * len(token_ids), "stop", 0) for token_ids in ids]
-    return [
-        Group(Prompt(7, [5], row["prompt"], {"answer": row["answer"]}), completions) for row in ROWS
-    ]
+    prompts = [Prompt(7, [5], row["prompt"], {"answer": row["answer"]}) for row in ROWS]
+    return [Group(prompt, completions) for prompt in prompts]
 
 
 def scored(group, rewards, advantages=(0.0, 0.0), texts=("2", "3")):
@@ -401,8 +383,7 @@ def test_long_texts_are_shortened_in_samples():
     assert len(json.dumps(second)) < 3000
     asked, told = first["info"]["messages"]
     assert asked == {"role": "user", "content": "x" * 2000}
-    assert told["role"] == "tool"
-    assert told["content"].startswith("['y', ")
+    assert told == {"role": "tool", "content": str(["y"] * 9000)[:2000]}
 
 
 def test_samples_have_their_tokens():
@@ -417,34 +398,11 @@ def test_samples_have_their_tokens():
     assert "".join(first["tokens"]) == tokenizer.decode(long)
     assert first["logprobs"] == [-0.5] * len(long)
     (earlier,) = first["earlier"]
-    assert earlier == {
-        "weight_versions": [(3, 0, 2)],
-        "tokens": [tokenizer.decode([40]), tokenizer.decode([41])],
-        "logprobs": [-0.13, -math.inf],
-        "prompt": tokenizer.decode([5, 6]),
-    }
+    tokens, prompt = [tokenizer.decode([40]), tokenizer.decode([41])], tokenizer.decode([5, 6])
+    assert (earlier["tokens"], earlier["prompt"]) == (tokens, prompt)
+    assert earlier["logprobs"] == [-0.13, -math.inf]
+    assert earlier["weight_versions"] == [(3, 0, 2)]
     assert "earlier" not in second
-
-
-@pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_tokens_as_text(kind):
-    """Each by itself: with the space that a word begins with; a part of a character is unreadable."""
-    if kind == "bytes":
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        vocab = {symbol: number for number, symbol in enumerate(alphabet)}
-        backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        expected = [*"a ", "\ufffd", "\ufffd"]
-    else:
-        words = ["▁a", "▁🙂b", "é", "▁b", "<unk>"]
-        vocab = {word: number for number, word in enumerate(words)}
-        backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-        backend.decoder = decoders.Metaspace()
-        expected = [" a", " 🙂b", "é"]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    ids = tokenizer("a é")["input_ids"] if kind == "bytes" else [0, 1, 2]
-    assert [token_text(tokenizer, token_id) for token_id in ids] == expected
 
 
 # -- completions -----------------------------------------------------------------------------------------------------
@@ -593,11 +551,7 @@ def with_a_lock():
 @pytest.mark.parametrize(
     ("function", "last", "message"),
     [
-        (
-            with_a_lock(),
-            {"answer": "4"},
-            "row 0, .*: CallError: cannot be sent to a worker: .*lock",
-        ),
+        (with_a_lock(), {"answer": "4"}, "row 0, .*: cannot be sent to a worker: .*lock"),
         (wants_anser, {"answer": "4"}, "row 0, which .*answer: TypeError: missing .*'anser'"),
         (takes_no_columns, {"answer": "4"}, "row 0, .*: TypeError: got an unexpected keyword"),
         (right, {}, "row 2, .*: TypeError: missing a required argument: 'answer'"),
@@ -629,12 +583,6 @@ def test_weighted_rewards_and_none():
     assert score(groups, config) == [[0.1 + 0.2 * 2, 0.2 * 2], [0.0, 0.0]]
     assert groups[0].texts == ["2", "3"]
     assert_same(groups[1].rewards, table([[0.0, math.nan], [0.0, math.nan]]))
-    for group in groups:
-        group.advantages = [0.0, 0.0]
-    metrics = batch_metrics(groups, 0, config)
-    assert metrics["rewards/right"] == 0.25
-    assert metrics["rewards/only_first"] == 2.0
-    assert metrics["frac_reward_zero_std"] == 0.5
     first, second = score(make_groups(), make_config(reward_funcs=[only_first]))
     assert first == [2.0, 2.0]
     assert all(math.isnan(value) for value in second)
@@ -647,29 +595,24 @@ def test_weighted_rewards_and_none():
 def test_bad_rewards(function, message):
     """Numbers that are none: test_kinds.py."""
     message = f"a list of 2, one per completion: numbers below 1e30, or None: {message}"
-    with pytest.raises(
-        UserError, match=f"{function.__name__} on dataset row 7 must return {message}"
-    ):
+    told = f"{function.__name__} on dataset row 7 must return {message}"
+    with pytest.raises(UserError, match=told):
         score(make_groups(), make_config(reward_funcs=[function]))
 
 
 @pytest.mark.parametrize("value", [None, -1.0])
 def test_a_failed_call_gives_the_configured_value(tmp_path, value):
     """The other function's rewards still count; the sample is written down."""
-    config = make_config(
-        reward_funcs=[right, raises], failed_reward=value, output_dir=str(tmp_path)
-    )
+    fields = {"failed_reward": value, "output_dir": str(tmp_path)}
+    config = make_config(reward_funcs=[right, raises], **fields)
     (group, _) = make_groups()
     assert score([group], config) == [[1.0 + (value or 0), 0.0 + (value or 0)]]
     assert_same(group.rewards, table([[1.0, value], [0.0, value]]))
     (line,) = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
     place = f"some_rewards.py:{raises.__code__.co_firstlineno + 1}"
-    assert json.loads(line) == {
-        "error": f"reward raises on dataset row 7 raised KeyError: 'gold' ({place})",
-        "prompt": "1+1=",
-        "completions": ["2", "3"],
-        "columns": {"answer": "2"},
-    }
+    error = f"reward raises on dataset row 7 raised KeyError: 'gold' ({place})"
+    sample = {"prompt": "1+1=", "completions": ["2", "3"], "columns": {"answer": "2"}}
+    assert json.loads(line) == {"error": error, **sample}
 
 
 def test_a_hanging_reward_is_replaced(tmp_path, monkeypatch):

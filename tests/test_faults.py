@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -45,10 +46,21 @@ from vllm_client import Server, ServerError, ServerLost
 from weights.group import Meeting
 
 
+def ill_after(server, version, seconds):
+    """From an update on, a server answers nothing but errors for so many seconds."""
+    gone_s: list[float] = []
+
+    def ill(_):
+        if version in server.versions and (not gone_s or time.monotonic() < gone_s[0] + seconds):
+            gone_s.append(time.monotonic())
+            raise ConnectionError("out of order")
+
+    server.fault = ill
+
+
 def test_a_server_is_back_before_the_next_sync(stand_in, train_on, tmp_path, capsys):
     """The rest of a long batch finds it with the current weights, zeroed and compared before it serves."""
     one, two = stand_in(0.3), stand_in(0.3)
-    gone_s: list[float] = []
     taken: list[str] = []
     connect = two.connect
 
@@ -56,12 +68,8 @@ def test_a_server_is_back_before_the_next_sync(stand_in, train_on, tmp_path, cap
         taken.extend(filter(None, [request.trainer]))
         connect(request)
 
-    def ill(path):
-        if "1" in two.versions and (not gone_s or time.monotonic() < gone_s[0] + 1.5):
-            gone_s.append(time.monotonic())
-            raise ConnectionError("out of order")
-
-    two.connect, two.fault = noting, ill
+    two.connect = noting
+    ill_after(two, "1", 1.5)
     train_on(one, two, max_steps=2, max_concurrent_requests=1, batch_size=24)
     steps_s = request_times(two, "/update")
     assert len(steps_s) == 4  # versions 0, 1, 1 again, 2
@@ -77,8 +85,7 @@ def test_a_server_is_back_before_the_next_sync(stand_in, train_on, tmp_path, cap
 def test_a_slow_reward_keeps_no_rank_waiting(stand_in, recipe):
     """It takes longer than a collective may."""
     path = recipe(stand_in())
-    head = "def mean_id(completion_ids, **_):"
-    change(path, head, f"{head}\n    import time; time.sleep(25)\n   ")
+    change(path, "return [sum(", "return __import__('time').sleep(25) or [sum(")
     options = flags(request_timeout=2, server_timeout=3, collective_timeout=20, max_steps=1)
     done = on_forked_ranks(2, ROOT / "train.py", path, *options, *flags(reward_workers=6))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -89,14 +96,7 @@ def test_a_slow_reward_keeps_no_rank_waiting(stand_in, recipe):
 )
 def test_all_servers_gone_are_waited_for(stand_in, train_on, tmp_path, capsys, more):
     server = stand_in(0.05)
-    gone_s: list[float] = []
-
-    def ill(path):
-        if "2" in server.versions and (not gone_s or time.monotonic() < gone_s[0] + 3):
-            gone_s.append(time.monotonic())
-            raise ConnectionError("out of order")
-
-    server.fault = ill
+    ill_after(server, "2", 3)
     train_on(server, max_steps=4, server_timeout=60, **more)
     output = capsys.readouterr().out
     assert "no rollout server is left: waiting 60 s for one" in output
@@ -169,12 +169,7 @@ def test_who_is_listed_and_does_not_come_is_left_alone(stand_in, train_on, tmp_p
 
 def test_when_none_comes_back_the_run_ends_with_a_checkpoint(stand_in, train_on, tmp_path):
     server = stand_in(0.05)
-
-    def ill(_):
-        if "2" in server.versions:
-            raise ConnectionError("out of order")
-
-    server.fault = ill
+    ill_after(server, "2", math.inf)
     with pytest.raises(ServerError, match="no rollout server is left: .*out of order"):
         train_on(server, max_steps=4, server_timeout=2)
     assert checkpoints_of(tmp_path / "run") == ["checkpoint-2"]
@@ -195,13 +190,10 @@ def mislabelled(server):
     server.version = "0"
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (broken, "its log-probs differ from the trainer's by"),
-        (mislabelled, "answers with other weights than it was sent"),
-    ],
-)
+SPOILT = [(broken, "log-probs differ from the trainer's by"), (mislabelled, "with other weights")]
+
+
+@pytest.mark.parametrize(("spoil", "reason"), SPOILT)
 def test_a_server_that_is_not_the_policy_stays_out(
     stand_in, train_on, tmp_path, capsys, monkeypatch, spoil, reason
 ):
@@ -220,7 +212,7 @@ def test_a_server_that_is_not_the_policy_stays_out(
     two.fault = ill
     train_on(one, two, max_steps=8)
     output = capsys.readouterr().out
-    assert f"{two.url} is left out for now: {reason}" in output
+    assert re.search(f"{two.url} is left out for now: .*{reason}", output)
     assert f"{two.url} is back" not in output
     assert trained_groups(tmp_path) == list(range(48))
 
@@ -339,17 +331,23 @@ def test_too_many_skipped_steps_end_the_run(stand_in, train_on, monkeypatch):
     monkeypatch.setattr(train, "MAX_SKIPPED_STEPS", 3)
     monkeypatch.setattr(train, "grpo_loss", lambda *a: (real(*a)[0] * float("inf"), real(*a)[1]))
     server = stand_in()
-    message = "3 steps in a row had no finite gradient: lower learning_rate"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="3 steps in a row had no finite gradient: lower learning"):
         train_on(server, max_steps=9)
     assert "4" not in server.versions
 
 
+FULL = """
+import sys
+def full(*_):
+    import torch
+    raise torch.OutOfMemoryError('7 GiB\\nmore')
+sys.modules['__main__'].grpo_loss = full
+"""
+
+
 def test_out_of_memory_names_the_cure(stand_in, recipe):
     path = recipe(stand_in())
-    full = "import sys, torch\ndef full(*_): raise torch.OutOfMemoryError('7 GiB\\nmore')\n"
-    full += "sys.modules['__main__'].grpo_loss = full\n"
-    change(path, "\nfrom config import TrainConfig", f"{full}from config import TrainConfig")
+    change(path, "from config", f"{FULL}from config")
     done = on_forked_ranks(0, ROOT / "train.py", path)
     assert done.returncode == 1
     cure = "lower max_tokens_per_gpu, or set gradient_checkpoint or use_fsdp"
@@ -367,7 +365,7 @@ def test_an_error_without_a_message_is_said_by_its_name():
 # -- trainers that are killed ------------------------------------------------------------------------
 
 MORTAL = """
-import os, signal, sys, torch
+import os, signal, sys
 def due(): return os.path.exists({flag!r})
 def dying(function):
     def call(*arguments, **more):
@@ -375,9 +373,11 @@ def dying(function):
         return function(*arguments, **more)
     return call
 trainer = sys.modules["__main__"]
-if hasattr(trainer, "grpo_loss"): open({flag!r} + ".pid", "w").write(str(os.getpid()))
-if {phase!r} == "forward" and hasattr(trainer, "grpo_loss"): trainer.grpo_loss = dying(trainer.grpo_loss)
-if {phase!r} == "checkpoint": torch.save = dying(torch.save)
+if hasattr(trainer, "grpo_loss"):  # no worker for rewards
+    import torch
+    open({flag!r} + ".pid", "w").write(str(os.getpid()))
+    if {phase!r} == "forward": trainer.grpo_loss = dying(trainer.grpo_loss)
+    if {phase!r} == "checkpoint": torch.save = dying(torch.save)
 def mean_id(completion_ids, **_):
     if {phase!r} == "reward" and due(): os.kill(os.getppid(), signal.SIGKILL)
     return [sum(ids) / len(ids) / 50 for ids in completion_ids]
@@ -435,24 +435,16 @@ def test_killed_at_random_every_group_ends_once(stand_in, recipe, tmp_path):
     command += flags(resume_from_checkpoint="auto")
 
     def die(server):
-        back_s = time.monotonic() + rng.uniform(0.5, 1.5)
         # What is under way ends with other weights, as what comes next would.
         server.version = "default"
-
-        def ill(_):
-            if time.monotonic() < back_s:
-                raise ConnectionError("out of order")
-
-        server.fault = ill
+        ill_after(server, "default", rng.uniform(0.5, 1.5))
 
     victims = [one, two, None, one, None, two, None, one]
     steps = sorted(rng.sample(range(1, 39), len(victims)))
     metrics = tmp_path / "run" / "metrics.jsonl"
     run = subprocess.Popen(command, cwd=ROOT, env=ENV)
     for step, victim in zip(steps, victims, strict=True):
-        while not metrics.exists() or len(steps_of(tmp_path)) < step:
-            assert run.poll() is None
-            time.sleep(0.02)
+        wait_until(lambda step=step: metrics.exists() and len(steps_of(tmp_path)) >= step, 60)
         time.sleep(rng.uniform(0, 0.2))
         if victim:
             die(victim)
@@ -487,9 +479,7 @@ def test_a_rank_that_dies_ends_all(stand_in, recipe, train_on, rank):
     run = start_train(2, recipe(server), *flags(max_steps=500))
     read_until(run, "step 2/")
     os.kill(rank_of(run.pid, rank), signal.SIGKILL)
-    killed_s = time.monotonic()
-    output, _ = run.communicate(timeout=60)
-    assert time.monotonic() - killed_s < 30
+    output, _ = run.communicate(timeout=30)
     assert run.returncode != 0
     assert "Signal 9 (SIGKILL)" in output[output.index("Root Cause") :]
     train_on(server, max_steps=1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from documents import DOCUMENTS, blocks
 from fake_server import fake_server
-from helpers import ROOT, on_forked_ranks
+from helpers import RECIPE, ROOT, flags, on_forked_ranks
 
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
 from train import compute_advantages
@@ -22,16 +22,8 @@ RECIPES = {
 SHOWN, MASKED = blocks("diff", FORKS)
 # Of a group: where it is in the run, which it knows before it is dropped or trained.
 NOT_FOR_RECIPES = {"id", "advantages", "trained_version", "server", "dropped", "why", "sequences"}
-SMALL = """
-from dataclasses import replace
-def rows(): return [{{"prompt": f"{{i}}+{{i}}="}} for i in range(40)]
-def mean_id(completion_ids, **_): return [sum(ids) / len(ids) / 50 for ids in completion_ids]
-config = replace(
-    config, model_id={model!r}, vllm_urls=[{url!r}], dataset_id=rows, reward_funcs=[mean_id], max_completion_len=12,
-    batch_size=6, num_generations=4, max_steps=3, learning_rate=1e-2, output_dir="run", eval_dataset_id=None,
-    eval_steps=0, drop_zero_advantage=False, reward_workers=1, logged_groups=None,
-)
-"""
+SMALL = RECIPE.replace("TrainConfig(", "__import__('dataclasses').replace(config, ")
+LIKE_IT = flags(eval_dataset_id="none", eval_steps=0, drop_zero_advantage=False)
 HERE = """
 import os, runpy, sys
 for name in ("config", "utils"):  # of the trainer beside this copy
@@ -74,12 +66,12 @@ def says(*words):
 
 def train(tree, name, model, server, teacher=None):
     """Three steps of a recipe, with a tiny model; returns what was printed, metrics and completions."""
-    recipe = RECIPES[name] + SMALL.format(model=model, url=server.url)
+    recipe = RECIPES[name] + SMALL.format(model=model, urls=[server.url], output="run")
     if teacher:
         recipe = recipe.replace("http://127.0.0.1:8001", teacher.url)
     (tree / "recipes" / name).write_text(recipe)
     (tree / "here.py").write_text(HERE)
-    done = on_forked_ranks(0, tree / "here.py", f"recipes/{name}")
+    done = on_forked_ranks(0, tree / "here.py", f"recipes/{name}", *LIKE_IT)
     assert done.returncode == 0, done.stdout + done.stderr
     files = [(tree / "run" / f"{kind}.jsonl").read_text() for kind in ("metrics", "completions")]
     metrics, completions = [[*map(json.loads, text.splitlines())] for text in files]

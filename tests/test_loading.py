@@ -3,8 +3,8 @@
 import json
 import shutil
 import sys
+from datetime import timedelta
 from itertools import chain
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,12 +23,12 @@ from test_gradients import (
 from test_prefix_models import FAMILIES
 from test_prefix_models import make_model as make_family
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config import UserError
-from training import model as model_module
 from training.loading import add_lora
-from training.model import _shard, base_model, build_policy, build_reference, load_model
+from training.model import base_model, build_policy, build_reference, load_model
 from utils import process_group
 from weights.publish import full_tensor
 
@@ -37,9 +37,8 @@ WRAPPERS = [{}, {"use_fsdp": True}, {"use_fsdp": True, "fsdp_offload": True}]
 
 def state_of(model):
     """Everything a model computes with, whole: weights, buffers, and tensors that are neither."""
-    named = chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
+    listed = (model.named_parameters, model.named_buffers)
+    named = chain.from_iterable(of(remove_duplicate=False) for of in listed)
     found = {name: full_tensor(tensor).cpu() for name, tensor in named}
     for name, module in model.named_modules():
         loose = {n: value for n, value in vars(module).items() if isinstance(value, Tensor)}
@@ -161,6 +160,16 @@ SHARDS = [
 def shards_on_ranks(output, model):
     """Runs on four ranks."""
     with process_group(60) as device:
+        # Shards lie within consecutive ranks, as of a node; time-outs and offload reach them.
+        for size, ranks in ((2, [[0, 1], [2, 3]]), (4, [[0, 1, 2, 3]])):
+            fields = {"use_fsdp": True, "fsdp_shard_size": size, "fsdp_offload": True}
+            policy = build_policy(make_config(model, collective_timeout=77, **fields), device)
+            mesh = next(policy.parameters()).device_mesh
+            assert mesh.mesh.tolist() == ranks
+            limits = [g._get_backend(device).options._timeout for g in mesh.get_all_groups()]
+            assert limits == [timedelta(seconds=77)] * 2
+            of_root = policy._get_fsdp_state()._fsdp_param_group
+            assert of_root.offload_policy == CPUOffloadPolicy(pin_memory=False)
         got = [
             trained_difference(make_config(model, max_tokens_per_gpu=30, **fields), device)
             for fields in SHARDS
@@ -178,36 +187,6 @@ def test_replicas_of_shards_equal_plain_rows(models, tmp_path):
         assert_same(got, plain_gradient(make_config(models["tied"], **fields)))
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "fields", "shape", "offload"),
-    [
-        (8, {}, (8,), "OffloadPolicy"),
-        (8, {"fsdp_shard_size": 4}, (2, 4), "OffloadPolicy"),
-        (1, {"fsdp_shard_size": 1, "fsdp_offload": True}, (1, 1), "CPUOffloadPolicy"),
-    ],
-)
-def test_what_shards_are_asked_for(models, monkeypatch, num_ranks, fields, shape, offload):
-    """Shards lie within consecutive ranks, as of a node; offload and time-outs reach them, on a CPU too."""
-    shapes, limits, asked = [], [], []
-
-    def mesh(kind, sizes, **names):
-        shapes.append(sizes)
-        return SimpleNamespace(get_all_groups=lambda: sizes)
-
-    note_limit = lambda limit, group: limits.append(limit.total_seconds())
-    monkeypatch.setattr(dist, "get_world_size", lambda *_: num_ranks)
-    monkeypatch.setattr(model_module, "init_device_mesh", mesh)
-    monkeypatch.setattr(model_module, "_set_pg_timeout", note_limit)
-    monkeypatch.setattr(model_module, "fully_shard", lambda _, **given: asked.append(given))
-    for name in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms"):
-        monkeypatch.setattr(nn.Module, name, lambda *_: None, raising=False)
-    config = make_config(models["tied"], use_fsdp=True, collective_timeout=77, **fields)
-    _shard(AutoModelForCausalLM.from_pretrained(models["tied"]), config, torch.device("cpu"))
-    assert shapes == [shape]
-    assert limits == [77.0] * len(shape)
-    assert {type(given["offload_policy"]).__name__ for given in asked} == {offload}
-
-
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "fp8"])
 def test_a_quantized_model_is_refused(models, tmp_path, method):
     """By its configuration alone, before weights or kernels are looked for."""
@@ -215,8 +194,6 @@ def test_a_quantized_model_is_refused(models, tmp_path, method):
     path = tmp_path / "model" / "config.json"
     settings = json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}
     path.write_text(json.dumps(settings))
-    with (
-        process_group(60) as device,
-        pytest.raises(UserError, match=rf"is quantized \({method}\), and cannot be trained: take"),
-    ):
+    message = rf"is quantized \({method}\), and cannot be trained: take"
+    with process_group(60) as device, pytest.raises(UserError, match=message):
         build_policy(make_config(str(tmp_path / "model")), device)

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from config import UserError
 from recipes.turns import turn_ids
 from rollouts.data import load_sets
 from rollouts.processor import as_ids, as_text, hold_date
+from training.logs import token_text
 
 # The ways of real templates. Qwen's reads thoughts out of past answers, and shows an empty one in
 # the last; Llama's and Gemma's trim.
@@ -95,10 +95,8 @@ def test_a_message_that_the_template_leaves_out():
             rendered(messages, DROPS_SYSTEM)
     # A template for images may show one of two texts.
     first = "{% for m in messages %}[{{ m.role }}]{{ m.content[0].text }}{% endfor %}"
-    render = make_tokenizer(chat_template=first).apply_chat_template
-    processor = SimpleNamespace(
-        chat_template=first, image_processor=None, apply_chat_template=render
-    )
+    processor = make_tokenizer(chat_template=first)
+    processor.image_processor = None
     with pytest.raises(ValueError, match="shows nothing of its user message 'In a word.'"):
         as_text(processor, [user(text_parts("1+1=", "In a word."))], 0, make_config())
     # That a part of the text is left out, as a thought, is a template's right.
@@ -106,46 +104,27 @@ def test_a_message_that_the_template_leaves_out():
     assert "hm" not in rendered(talk, QWEN)
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, QWEN, LLAMA])
-@pytest.mark.parametrize("prefill", ["<think>\n", "It is ", "\n\n", "</think>x", ""])
-def test_a_prefill_follows_as_it_is(template, prefill):
+OPENS = QWEN.replace("<|assistant|>\n{% endif", "<|assistant|>\n<think>\n{% endif")
+PREFILLS = [
+    *((QWEN, prefill, prefill) for prefill in ("<think>\n", "It is ", "\n\n", "</think>x", "")),
+    (CHAT_TEMPLATE, "It is ", "It is "),
+    (LLAMA, "It is ", "It is "),
+    (LLAMA, "\n\n", "\n\n"),
+    # A thought that the template has opened, as DeepSeek R1's and Qwen3-Thinking's, is there once.
+    (OPENS, "<think>\n", ""),
+    (OPENS, "<think>\nI see", "I see"),
+    (OPENS, "<think>", "<think>"),
+    (OPENS, "\n", "\n"),
+]
+
+
+@pytest.mark.parametrize(("template", "prefill", "goes_on"), PREFILLS)
+def test_a_prefill_follows_as_it_is(template, prefill, goes_on):
     """Continuing it by the template, Qwen3 puts an empty thought before it, Llama and Gemma trim."""
-    begun = rendered([user("1+1="), answer(prefill)], template)
-    assert begun == rendered([user("1+1=")], template) + prefill
-    assert rendered([user("1+1="), answer(text_parts(prefill))], template) == begun
-
-
-@pytest.mark.parametrize(
-    ("prefill", "goes_on"),
-    [("<think>\n", ""), ("<think>\nI see", "I see"), ("<think>", "<think>"), ("\n", "\n")],
-)
-def test_a_prefill_that_the_template_has_opened_is_there_once(prefill, goes_on):
-    """As by DeepSeek R1 and Qwen3-Thinking."""
-    opens = QWEN.replace("<|assistant|>\n{% endif", "<|assistant|>\n<think>\n{% endif")
-    begun = rendered([user("1+1="), answer(prefill)], opens)
-    prompt = rendered([user("1+1=")], opens)
-    assert prompt.endswith("<think>\n")
-    assert begun == prompt + goes_on
-
-
-def test_arguments_that_parquet_adds_are_not_given(tmp_path):
-    """Columns of one type have every tool's arguments in each call."""
-
-    def row(**arguments):
-        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-        return {"prompt": [user("a"), {"role": "assistant", "tool_calls": [call]}, user("b")]}
-
-    rows = [row(city="Rome"), row(days=3)]
-    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    lines = [json.dumps(row) + "\n" for row in [*rows, row(city="Rome", days=None)]]
-    (tmp_path / "a.jsonl").write_text("".join(lines))
-    tokenizer = make_tokenizer(chat_template=QWEN)
-    texts_of = lambda source: [tokenizer.decode(p.token_ids) for p in prompts_of(source, tokenizer)]
-    from_parquet = texts_of(str(tmp_path / "a.parquet"))
-    from_jsonl = texts_of(str(tmp_path / "a.jsonl"))
-    assert '{"city": "Rome"}' in from_parquet[0]
-    assert from_parquet == texts_of(lambda: Dataset.from_list(rows)) == from_jsonl[:2]
-    assert '{"city": "Rome", "days": null}' in from_jsonl[2]  # as it was written
+    prompt = rendered([user("1+1=")], template)
+    assert prompt.endswith("<think>\n") == (template == OPENS)
+    for content in (prefill, text_parts(prefill)):
+        assert rendered([user("1+1="), answer(content)], template) == prompt + goes_on
 
 
 # -- What the template takes beside messages -----------------------------------------------------------
@@ -155,6 +134,7 @@ TAKES_MORE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if enable_thinking is defined and not enable_thinking %}(no thought){% endif %}{{ level }}"
 )
+CALLED = "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
 SEARCH = {"type": "function", "function": {"name": "search"}}
 OFF = {"enable_thinking": False}
 
@@ -214,21 +194,15 @@ def test_arguments_without_a_template_are_refused(row, fields):
     assert shown({"prompt": [user("hi")], **row}, no_apply_chat_template=True, **fields)[0]
 
 
-NO_JSON_SCHEMA = "row 0: Tools should either be a JSON schema"
-NO_DICTIONARY = "row 0: its chat_template_kwargs must be a dictionary"
-
-
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
         ("chat_template_kwargs", {"thinking": False}, "row 0: no chat template reads its thinking"),
-        ("chat_template_kwargs", {"enable_thinkin": False}, "no chat template reads its enable_th"),
         ("chat_template_kwargs", {"tokenize": True}, "no chat template reads its tokenize"),
-        ("chat_template_kwargs", json.dumps(OFF), NO_DICTIONARY),
-        ("chat_template_kwargs", [1], NO_DICTIONARY),
+        ("chat_template_kwargs", json.dumps(OFF), "row 0: its chat_template_kwargs must be"),
         ("tools", "search", "row 0: JSONDecodeError"),
-        ("tools", [json.dumps(SEARCH)], NO_JSON_SCHEMA),
-        ("tools", SEARCH, NO_JSON_SCHEMA),
+        ("tools", [json.dumps(SEARCH)], "row 0: Tools should either be a JSON schema"),
+        ("tools", SEARCH, "row 0: Tools should either be a JSON schema"),
     ],
 )
 def test_columns_that_the_template_does_not_take_are_refused(column, value, message):
@@ -237,24 +211,35 @@ def test_columns_that_the_template_does_not_take_are_refused(column, value, mess
     assert "\n" not in str(refused.value)
 
 
-def test_nulls_that_parquet_adds_to_tools_are_not_given(tmp_path):
-    """Else each tool would have the parameters of all others, and each row the arguments."""
+def test_arguments_that_parquet_adds_are_not_given(tmp_path):
+    """Columns of one type have nulls for what other rows' calls, tools and arguments have."""
 
-    def row(name, **arguments):
-        properties = {name: {"type": "string"}}
-        parameters = {"type": "object", "properties": properties}
-        tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
-        return {"prompt": "hi", "tools": [tool], "chat_template_kwargs": arguments, "other": {}}
+    def row(name, value, **arguments):
+        function = {"name": "f", "arguments": {name: value}}
+        asks = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+        parameters = {"type": "object", "properties": {name: {"type": "string"}}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        messages = [user("a"), asks, user("b")]
+        return {"prompt": messages, "tools": [tool], "chat_template_kwargs": arguments, "other": {}}
 
-    rows = [row("city", enable_thinking=False), row("days", level="low")]
+    rows = [row("city", "Rome", enable_thinking=False), row("days", 3, level="low")]
     rows[0]["other"] = {"a": 1}
     Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    tokenizer = make_tokenizer(chat_template=TAKES_MORE)
-    found = prompts_of(str(tmp_path / "a.parquet"), tokenizer, max_prompt_len=1000)
-    expected = prompts_of(lambda: rows, tokenizer, max_prompt_len=1000)
-    assert [p.token_ids for p in found] == [p.token_ids for p in expected]
-    assert [p.template for p in found] == [p.template for p in expected]
-    assert found[1].columns == {"other": {"a": None}}  # of rewards, as the file has it
+    tokenizer = make_tokenizer(
+        chat_template=TAKES_MORE.replace("{{ m.content }}", "{{ m.content }}" + CALLED)
+    )
+    prompts = lambda source: prompts_of(source, tokenizer, max_prompt_len=1000)
+    expected = prompts(lambda: rows)
+    for found in (prompts(str(tmp_path / "a.parquet")), prompts(lambda: Dataset.from_list(rows))):
+        assert [p.token_ids for p in found] == [p.token_ids for p in expected]
+        assert [p.template for p in found] == [p.template for p in expected]
+        assert found[1].columns == {"other": {"a": None}}  # of rewards, as the file has it
+    assert '[assistant]{"city": "Rome"}[user]' in tokenizer.decode(expected[0].token_ids)
+
+    rows[1]["prompt"][1]["tool_calls"][0]["function"]["arguments"]["days"] = None
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[1]))
+    (null,) = prompts(str(tmp_path / "a.jsonl"))
+    assert '{"days": null}' in tokenizer.decode(null.token_ids)  # as it was written
 
 
 # -- The date ------------------------------------------------------------------------------------------
@@ -272,11 +257,7 @@ def test_the_date_of_prompts_and_turns_is_held(template, tmp_path):
     hold_date(tokenizer, "2024-07-26T23:59:59")
     assert as_text(tokenizer, "hi", 0, make_config())[0].startswith("26 Jul 2024<bos>[user]hi")
     turn = [user("hi")]
-    for rendered in (
-        tokenizer.apply_chat_template(turn, tokenize=False),
-        tokenizer.decode(tokenizer.apply_chat_template(turn, return_dict=False)),
-    ):
-        assert rendered.startswith("26 Jul 2024")
+    assert tokenizer.apply_chat_template(turn, tokenize=False).startswith("26 Jul 2024")
     reply = tokenizer("yo", add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(turn_ids(tokenizer, turn, reply, turn)) == "~[user]hi~[assistant]"
 
@@ -292,6 +273,7 @@ def test_the_date_of_prompts_and_turns_is_held(template, tmp_path):
 # -- Beginnings and ends -----------------------------------------------------------------------------------------------
 
 SPECIAL = [("<bos>", 1), ("<eos>", 2), ("<pad>", 0)]
+NAMES = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
 
 
 def character_level(single=None):
@@ -304,21 +286,19 @@ def character_level(single=None):
     return tokenizer
 
 
-def byte_level(single, **options):
+def byte_level(single=None):
     """As GPT-2's, Llama 3's: a post-processor of offsets, then one that adds."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
+    vocab = {token: i for i, token in enumerate([*VOCAB[:3], *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(**options)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     backend.decoder = decoders.ByteLevel()
     adds = [TemplateProcessing(single=single, special_tokens=SPECIAL)] if single else []
     backend.post_processor = Sequence([ByteLevel(trim_offsets=False), *adds])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **NAMES)
 
 
-def unigram(single):
+def unigram(single=None):
     """As sentencepiece's: a blank before every text."""
     pieces = [(token, 0.0) for token in VOCAB[:3]] + [("<unk>", 0.0), ("▁", -1.0)]
     pieces += [(token, -2.0) for token in VOCAB[4:]]
@@ -327,28 +307,22 @@ def unigram(single):
     backend.decoder = decoders.Metaspace()
     if single:
         backend.post_processor = TemplateProcessing(single=single, special_tokens=SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **NAMES)
 
 
-@pytest.mark.parametrize(
-    ("make", "beginning"),
-    [
-        (character_level, []),
-        (lambda: character_level("<bos> $A"), [1]),
-        (lambda: character_level("$A <eos>"), []),
-        (lambda: character_level("<bos> $A <eos>"), [1]),
-        (lambda: character_level("<pad> <bos> $A"), [0, 1]),
-        (lambda: byte_level(None), []),
-        (lambda: byte_level("<bos> $A"), [1]),
-        (lambda: byte_level("$A <eos>"), []),
-        (lambda: byte_level("<bos> $A <eos>", add_prefix_space=True), [1]),
-        (lambda: unigram(None), []),
-        (lambda: unigram("<bos> $A"), [1]),
-        (lambda: unigram("<bos> $A <eos>"), [1]),
-    ],
-)
-def test_beginnings_come_once_and_ends_never(make, beginning):
-    tokenizer = make()
+BEGINNINGS = [
+    (None, []),
+    ("<bos> $A", [1]),
+    ("$A <eos>", []),
+    ("<bos> $A <eos>", [1]),
+    ("<pad> <bos> $A", [0, 1]),
+]
+
+
+@pytest.mark.parametrize("make", [character_level, byte_level, unigram])
+@pytest.mark.parametrize(("single", "beginning"), BEGINNINGS)
+def test_beginnings_come_once_and_ends_never(make, single, beginning):
+    tokenizer = make(single)
     plain = tokenizer("1+1=", add_special_tokens=False)["input_ids"]
     assert as_ids("1+1=", tokenizer, needs_beginning=True) == beginning + plain
     assert as_ids("1+1=", tokenizer, needs_beginning=False) == plain
@@ -359,3 +333,14 @@ def test_beginnings_come_once_and_ends_never(make, beginning):
     assert ids[len(beginning) :].count(1) == 0
     assert 2 not in ids
     assert as_ids("", tokenizer, needs_beginning=True) == beginning
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "expected"),
+    [(byte_level, "a é", [*" a ", "\ufffd", "\ufffd"]), (unigram, "a b", [*" a b"])],
+)
+def test_tokens_as_text(make, text, expected):
+    """Each by itself: with the space that a word begins with; a part of a character is unreadable."""
+    tokenizer = make()
+    ids = tokenizer(text)["input_ids"]
+    assert [token_text(tokenizer, token_id) for token_id in ids] == expected
