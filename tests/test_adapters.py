@@ -1,7 +1,7 @@
 """LoRA without merging: servers that were started with `--enable-lora`, and take the adapter alone."""
 
 import re
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -13,7 +13,7 @@ from launch import end_all
 from test_server import (
     check_an_update_in_flight,
     check_syncs,
-    disturb,
+    connected,
     make_config,
     make_policy,
     mismatch,
@@ -46,18 +46,6 @@ def url(models, tmp_path_factory):
         yield started.wait()
 
 
-@contextmanager
-def published(config, device, num_updates=1):
-    """Rollouts and a policy whose adapter was moved and sent so many times."""
-    with closing(Rollouts(config, device)) as rollouts:
-        policy = make_policy(config, device)
-        rollouts.publish(policy, 0)
-        for version in range(1, num_updates + 1):
-            disturb(policy, version)
-            rollouts.publish(policy, version)
-        yield rollouts, policy
-
-
 def test_adapters_of_every_kind_of_policy(models, url, tmp_path):
     """The server applies what peft applies, with its scale, to rounding, after each update."""
     check_syncs(2, models["untied"], url, tmp_path, KINDS)
@@ -72,8 +60,8 @@ def test_tensor_parallel_workers(models, tmp_path):
     """Each has its shard of the adapter."""
     with two_workers(models["untied"], tmp_path / "log", *LORA) as started:
         config = lora_config(models["untied"], started.wait())
-        with process_group(120) as device, published(config, device) as (rollouts, policy):
-            assert mismatch(policy, rollouts, config, device)[0] <= 2e-5
+        with connected(config, 1) as (rollouts, policy):
+            assert mismatch(policy, rollouts, config)[0] <= 2e-5
 
 
 @pytest.mark.server
@@ -82,7 +70,7 @@ def test_a_server_that_comes_back(models, tmp_path, monkeypatch):
     monkeypatch.setattr("rollouts.servers.PROBE_S", 0.5)
     with server(models["untied"], tmp_path / "first", *LORA) as first:
         config = lora_config(models["untied"], first.wait())
-        with process_group(120) as device, published(config, device) as (rollouts, policy):
+        with connected(config, 1) as (rollouts, policy):
             (lost,) = rollouts.pool.servers
             processes = processes_of(first.process.pid)
             end_all([first.process])
@@ -93,7 +81,7 @@ def test_a_server_that_comes_back(models, tmp_path, monkeypatch):
                 wait_until(lambda: rollouts.pool.returned, 120)
                 prove(rollouts, rollouts._send(only_returned=True))
                 assert rollouts.pool.serving == [lost]
-                assert mismatch(policy, rollouts, config, device)[0] <= 2e-5
+                assert mismatch(policy, rollouts, config)[0] <= 2e-5
 
 
 ALONE = "takes adapters alone: start it without --enable-lora, or set use_peft"
@@ -131,8 +119,7 @@ def test_another_base_is_noticed(models, url):
 
 def test_adapters_without_a_place_are_refused(models, url):
     """vLLM would leave them out, and say nothing."""
-    config = lora_config(models["untied"], url)
-    with process_group(120) as device, published(config, device, 0) as (rollouts, policy):
+    with connected(lora_config(models["untied"], url)) as (rollouts, policy):
         sent = dict(adapter_weights(policy))
         odd = {name.replace("self_attn", "attention"): tensor for name, tensor in sent.items()}
         rollouts.pool.update_weights(odd.items(), 1)

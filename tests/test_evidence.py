@@ -1,4 +1,4 @@
-"""docs/evidence.md, results.md and scale.md against what they cite: tests, results, curves; and the picture of the house."""
+"""docs/evidence.md, results.md and scale.md against what they cite: tests, results, curves."""
 
 import json
 import re
@@ -26,19 +26,16 @@ def test_the_tests_that_it_names_are_there():
         assert f"\ndef {name}(" in (ROOT / file).read_text(), (name, file)
 
 
-def test_results_say_their_commit():
-    for path in RESULTS.glob("*/*.json"):
-        assert json.loads(path.read_text())["commit"], path
+def rows_of(name, machine="amd-epyc-2-cores"):
+    """The rows of a benchmark's results, which say their commit."""
+    result = json.loads((RESULTS / machine / f"{name}.json").read_text())
+    assert result["commit"]
+    return result["rows"]
 
 
 def short(value):
     """As the page writes it: 2e-7, 0."""
     return f"{value:.0e}".replace("e-0", "e-") if value else "0"
-
-
-def rows_of(name, machine="amd-epyc-2-cores"):
-    """The rows of a benchmark's results."""
-    return json.loads((RESULTS / machine / f"{name}.json").read_text())["rows"]
 
 
 def largest(rows, *names):
@@ -49,17 +46,20 @@ def largest(rows, *names):
 def test_figures_of_parity():
     rows = [row for row in rows_of("parity") if "why" not in row]
     losses = [row for row in rows if row["part"] == "loss"]
-    runs = [row for row in rows if row["part"] == "run"]
     layouts = [row for row in losses if row["setting"] in ("clips and TIS", "TIS")]
     settings = [row for row in losses if row not in layouts]
-    assert len({row["setting"] for row in settings}) == 14
-    assert len({row["layout"] for row in layouts}) == 8
-    assert len(runs) == 4
-    assert {row["updates"] for row in runs} == {4, 8}
-    assert f"| 14 settings, in float64 | {largest(settings, 'loss', 'gradient')} |" in PAGE
-    of_layouts = "| 8 layouts of ranks, micro-batches and updates, in float64 |"
-    assert f"{of_layouts} {largest(layouts, 'loss', 'gradient')} |" in PAGE
-    assert f"train.py) | {largest(runs, 'grad_norm', 'weights')} |" in PAGE
+    runs = [row for row in rows if row["part"] == "run"]
+    assert (len({row["setting"] for row in settings}), len({r["layout"] for r in layouts})) == (
+        14,
+        8,
+    )
+    assert sorted(row["updates"] for row in runs) == [4, 4, 8, 8]
+    for said, figures in (
+        ("| 14 settings, in float64", largest(settings, "loss", "gradient")),
+        ("| 8 layouts of ranks, micro-batches and updates, in float64", largest(layouts, "loss", "gradient")),
+        ("train.py)", largest(runs, "grad_norm", "weights")),
+    ):  # fmt: skip
+        assert f"{said} | {figures} |" in PAGE
 
 
 AMD, H200 = "amd-epyc-2-cores", "nvidia-h200"
@@ -95,28 +95,12 @@ def says(line, column, value):
 def test_tables_of_results(machine, name, columns, num_rows):
     """The figures of a row of the file stand in one line of a table."""
     lines = [line for line in DOCUMENTS["docs/results.md"].splitlines() if line.startswith("| ")]
-    columns = columns.split()
-    rows = [row for row in rows_of(name, machine) if all(column in row for column in columns)]
-    found = [
-        row
-        for row in rows
-        if any(all(says(line, column, row[column]) for column in columns) for line in lines)
-    ]
-    assert len(found) == num_rows
-
-
-def test_figures_are_compared():
-    line = "| rows | 0 | 0.063 s | 21,500 | 92.9 % | 2.8 GB |"
-    right = {"sync_s": 0.0633, "sampled": 21_513, "accuracy": 0.9290, "trl_mb": 2751.0}
-    wrong = {
-        "sync_s": 0.0637,
-        "sampled": 21_560,
-        "accuracy": 0.9296,
-        "trl_mb": 2861.0,
-        "bound": 2.9,
-    }
-    assert all(says(line, column, value) for column, value in right.items())
-    assert not any(says(line, column, value) for column, value in wrong.items())
+    num_found = 0
+    for row in rows_of(name, machine):
+        figures = [(column, row.get(column)) for column in columns.split()]
+        has_all = all(value is not None for _, value in figures)
+        num_found += has_all and any(all(says(line, *each) for each in figures) for line in lines)
+    assert num_found == num_rows
 
 
 def test_figures_of_faults():
@@ -124,15 +108,13 @@ def test_figures_of_faults():
     page = " ".join(DOCUMENTS["docs/results.md"].split())
     undisturbed, disturbed = rows_of("chaos")
     lost, twice = disturbed["groups_lost"], disturbed["groups_twice"]
-    trained = disturbed["groups_trained"]
-    assert f"Of {trained} groups {lost} are lost and {twice} trained twice" in page
-    for row in (disturbed, undisturbed):
-        assert f"{100 * row['accuracy']:.1f} %" in page
-    rows = [r for r in rows_of("scale") if r["part"] == "tokens"]
-    (row,) = [r for r in rows if (r["prompt"], r["completion"]) == (512, 2048)]
-    assert (
-        f"| rank 0, a completion token | {row['rank_0_us']:.2f} us |" in DOCUMENTS["docs/scale.md"]
-    )
+    said = f"Of {disturbed['groups_trained']} groups {lost} are lost and {twice} trained twice"
+    assert said in page
+    assert all(f"{100 * row['accuracy']:.1f} %" in page for row in (disturbed, undisturbed))
+    rows = [row for row in rows_of("scale") if row["part"] == "tokens"]
+    (row,) = [row for row in rows if (row["prompt"], row["completion"]) == (512, 2048)]
+    said = f"| rank 0, a completion token | {row['rank_0_us']:.2f} us |"
+    assert said in DOCUMENTS["docs/scale.md"]
 
 
 def curves(svg):
@@ -144,52 +126,34 @@ def curves(svg):
 @pytest.mark.parametrize("run", RUNS)
 def test_curves(run):
     """`docs/runs/<name>` or `<name>-<seed>` is what the picture shows; the page has its first and last evaluation."""
-    name = run.partition("-")[0]
-    picture_of_it = ROOT / "docs" / f"curves-{name}.svg"
-    assert picture_of_it.stat().st_size < 50_000
-    assert f"](curves-{name}.svg)" in PAGE
+    picture = ROOT / "docs" / f"curves-{run.partition('-')[0]}.svg"
+    assert f"]({picture.name})" in PAGE
     rows = plot.read_metrics(ROOT / "docs" / "runs" / run)
-    kept = (ROOT / "docs" / "runs" / run).rglob("*.*")
-    assert sum(path.stat().st_size for path in kept) < 600_000
+    kept = [picture, *(ROOT / "docs" / "runs" / run).rglob("*.*")]
+    assert sum(path.stat().st_size for path in kept) < 650_000
     held_out = [row for row in rows if "eval/reward" in row]
     is_share = all(row.get("eval/accuracy") == row["eval/reward"] for row in held_out)
-    ends = [
-        f"{100 * v:.1f} %" if is_share else f"{v:.3f}"
-        for v in (held_out[i]["eval/reward"] for i in (0, -1))
-    ]
-    assert " to ".join(ends) in PAGE.replace("\n", " ")
+    ends = [held_out[place]["eval/reward"] for place in (0, -1)]
+    said = " to ".join(f"{100 * end:.1f} %" if is_share else f"{end:.3f}" for end in ends)
+    assert said in PAGE.replace("\n", " ")
+    drawn = [curve for curve in curves(picture) if len({*curve}) > 1]
     for metric in ("reward", "eval/reward"):
         values = [row[metric] for row in rows if metric in row]
-        found = [curve for curve in curves(picture_of_it) if len(curve) == len(values)]
-        assert any(
-            statistics.correlation(curve, values) < -0.9999 for curve in found if len({*curve}) > 1
-        ), metric
+        fitting = [curve for curve in drawn if len(curve) == len(values)]
+        assert min(statistics.correlation(curve, values) for curve in fitting) < -0.9999, metric
 
 
 def test_the_commands_draw_the_pictures(tmp_path, monkeypatch, capsys):
     """Those of the page, again: all words are the same, and all points to a tenth of one."""
     commands = re.findall(r"^python scripts/plot.py (docs/runs/.*) -o docs/(.*)$", PAGE, re.M)
-    assert sorted(name for _, name in commands) == sorted(
-        {f"curves-{run.partition('-')[0]}.svg" for run in RUNS}
-    )
+    assert {name for _, name in commands} == {f"curves-{run.partition('-')[0]}.svg" for run in RUNS}
     monkeypatch.chdir(ROOT)
     for words, name in commands:
         plot.main([*words.split(), "-o", str(tmp_path / name)])
+        ours, theirs = tmp_path / name, ROOT / "docs" / name
         texts = [
-            re.findall(r">([^<>]*)</text>", (folder / name).read_text(encoding="utf-8"))
-            for folder in (tmp_path, ROOT / "docs")
+            re.findall(r">([^<>]*)</text>", path.read_text("utf-8")) for path in (ours, theirs)
         ]
         assert texts[0] == texts[1]
-        drawn, kept = curves(tmp_path / name), curves(ROOT / "docs" / name)
-        assert len(drawn) == len(kept)
-        for ours, theirs in zip(drawn, kept, strict=True):
-            assert ours == pytest.approx(theirs, abs=0.1)
-
-
-def test_the_house_has_every_file():
-    drawn = (ROOT / "docs" / "house.svg").read_text(encoding="utf-8")
-    names = re.findall(r">([\w]+\.py)<", drawn)
-    rooms = ("", "rollouts", "training", "weights", "server")
-    core = {path.name for room in rooms for path in (ROOT / room).glob("*.py")} - {"__init__.py"}
-    assert set(names) == core
-    assert len(drawn) < 18_000
+        for drawn, kept in zip(curves(ours), curves(theirs), strict=True):
+            assert drawn == pytest.approx(kept, abs=0.1)

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import ENV, ROOT
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.common import Rows, Skipped
-from benchmarks.steps import flops
+from benchmarks.common import MODELS, Rows, Skipped
+from benchmarks.steps import NUM_ROWS, flops, make_config, make_policy
+from utils import process_group
 
 PARTS = [
     "tests", "micro", "prefix-1.5B", "prefix-8B", "steps", "trees", "train", "ranks",
@@ -55,16 +57,9 @@ def stand_in(tmp_path):
             f'if [ "$1" = benchmarks/{hangs_in}.py ]; then exec sleep 60; fi\n'
         )
         script.chmod(0o755)
-        return {**ENV, "PYTHON": str(script)}
+        return {**ENV, "PYTHON": str(script), "GPU_PART_SECONDS": "1"}
 
     return make
-
-
-def with_nvidia_smi(folder):
-    """An environment in which `nvidia-smi` answers."""
-    (folder / "nvidia-smi").write_text("#!/bin/sh\necho an emulated GPU\n")
-    (folder / "nvidia-smi").chmod(0o755)
-    return {**ON_CPU, "PATH": f"{folder}{os.pathsep}{ENV['PATH']}"}
 
 
 @pytest.mark.parametrize(
@@ -97,8 +92,7 @@ def test_all_parts_in_order(stand_in, tmp_path, device):
 
 
 def test_a_part_that_takes_too_long_is_cut(stand_in, tmp_path):
-    env = stand_in("cuda", hangs_in="micro") | {"GPU_PART_SECONDS": "1"}
-    done = gpu_sh("--out", tmp_path / "out", env=env)
+    done = gpu_sh("--out", tmp_path / "out", env=stand_in("cuda", hangs_in="micro"))
     assert done.returncode == 1
     assert "micro: cut after 1 s\n" in done.stdout
     assert len((tmp_path / "ran").read_text().splitlines()) == len(PARTS)
@@ -127,9 +121,13 @@ def test_rows_stay_when_a_variant_fails(tmp_path):
 @pytest.mark.parametrize(
     ("model", "num_tokens", "adapters", "seconds", "mfu"),
     [
-        # By its tokens a second: the time between steps.
-        ("0.6B", 16384, None, 2 * 16384 / 11896, 11.1),
-        ("4B", 16384, 33_030_144, 5.26, 21.7),
+        (
+            "0.6B",
+            16384,
+            None,
+            2 * 16384 / 11896,
+            11.1,
+        ),  # the time between steps, by tokens a second
         ("4B", 65536, 33_030_144, 31.5, 37.4),
     ],
 )
@@ -141,38 +139,18 @@ def test_flops_of_published_steps(model, num_tokens, adapters, seconds, mfu):
 
 def test_flops_are_those_of_a_forward_and_backward():
     """Ours is what torch counts, but for the half of eager attention's products that causality throws away."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from benchmarks.common import MODELS
-    from benchmarks.steps import NUM_ROWS, make_config, make_policy
-    from utils import process_group
-
+    shape = MODELS["quick"]
     with process_group(60) as device:
         config = replace(make_config(False, "bf16"), gradient_checkpoint=False)
         model = make_policy("quick", config, device)
         model.set_attn_implementation("eager")
         with FlopCounterMode(display=False) as counter:
             model(torch.zeros(1, 64, dtype=torch.long)).logits.sum().backward()
-    s = MODELS["quick"]
-    unseen = 12 * s["num_hidden_layers"] * s["num_attention_heads"] * s["head_dim"] * 64 * 63 // 2
-    of_angles = 64 * s["head_dim"]  # a product in transformers 5.17, which ours leaves out
+    num_heads, head_dim = shape["num_attention_heads"], shape["head_dim"]
+    unseen = 12 * shape["num_hidden_layers"] * num_heads * head_dim * 64 * 63 // 2
+    of_angles = 64 * head_dim  # a product in transformers 5.17, which ours leaves out
     expected = flops("quick", 64, None).ours / NUM_ROWS + unseen
     assert counter.get_total_flops() - expected in (0, of_angles)
-
-
-@pytest.mark.slow
-def test_micro(small):
-    """Every variant that runs gives the same attention and log-probs, to fp32's rounding."""
-    rows = small["micro"]
-    ran = [row for row in rows if row["part"] in ("attention", "head") and "ms" in row]
-    sizes = [
-        row["groups"] for row in ran if row["part"] == "attention" and row["variant"] == "ours"
-    ]
-    assert set(sizes) == {1, 10, 40}
-    assert all(row["difference"] < 1e-5 for row in ran)
-    variants = {"ours", "all logits, cross_entropy", "chunks under checkpoint"}
-    assert {row["variant"] for row in ran if row["part"] == "head"} > variants
-    assert all(row["skipped"] for row in rows if "difference" not in row and row["part"] != "layer")
 
 
 @pytest.mark.server
@@ -191,21 +169,29 @@ def test_steps(tmp_path):
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("part", ["tests", "server"])
-def test_what_needs_a_gpu_says_so(part, tmp_path):
+def test_what_needs_a_gpu_says_so(tmp_path):
     """Here nvidia-smi answers, but torch sees no GPU."""
-    done = gpu_sh(part, "--out", tmp_path / "out", env=with_nvidia_smi(tmp_path), timeout_s=120)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho an emulated GPU\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    env = {**ON_CPU, "PATH": f"{tmp_path}{os.pathsep}{ENV['PATH']}"}
+    done = gpu_sh("tests", "--out", tmp_path, env=env, timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert "nvidia-smi answers, but this torch sees no GPU" in done.stdout
-    (row,) = rows_of(tmp_path / "out" / f"{part}.json")
+    (row,) = rows_of(tmp_path / "tests.json")
     assert "CUDA device" in row["skipped"]
 
 
 @pytest.mark.slow
 def test_every_part_without_a_gpu(small):
+    """Every variant that runs gives the same attention, log-probs and loss, to fp32's rounding."""
     for part, rows in small.items():
         assert not [row for row in rows if "error" in row]
         assert all("skipped" in row for row in rows) == (part in ("tests", "server"))
+    ran = [row for row in small["micro"] if row["part"] in ("attention", "head") and "ms" in row]
+    assert all(row["difference"] < 1e-5 for row in ran)
+    assert {row["groups"] for row in ran if row["part"] == "attention"} == {1, 10, 40}
+    variants = {"ours", "all logits, cross_entropy", "chunks under checkpoint"}
+    assert {row["variant"] for row in ran if row["part"] == "head"} > variants
     assert all(row["ours_difference"] < 1e-4 for part in PARTS[2:4] for row in small[part])
     exact = next(row for row in small["train"] if row.get("mode") == "FSDP2 fp32")
     assert exact["loss_difference"] < 1e-5  # the same arithmetic on the same data

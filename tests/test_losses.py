@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from apart import Apart, digest_of
-from helpers import ENV, ROOT
+from helpers import ENV, ROOT, read_until
 from transformers import AutoModelForCausalLM
 
 import vllm_client
@@ -216,10 +216,7 @@ def test_a_trainer_that_dies_or_hangs_in_an_update_leaves_servers_usable(models,
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENV, cwd=ROOT) as first:
-        assert first.stdout
-        for line in first.stdout:
-            if line == "half\n":
-                break
+        read_until(first, "half")
         os.kill(first.pid, how)
         if how == signal.SIGSTOP:
             time.sleep(SYNC_TIMEOUT_S + 2)

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_server import fake_server
-from helpers import ROOT, answer_in, on_forked_ranks, read, saved_state
+from helpers import ROOT, change, flags, on_forked_ranks, read, saved_state
 from test_hooks import make_config
 
 from config import UserError, parse_args
@@ -66,14 +65,6 @@ def test_what_it_is_told():
     assert history[1] == [[float(number)] for number in range(2, 10)]
 
 
-def one_too_few(prompts, history, count, rng):
-    return prompts[: count - 1]
-
-
-def strangers(prompts, history, count, rng):
-    return [replace(prompt) for prompt in prompts[:count]]
-
-
 def failing(prompts, history, count, rng):
     raise KeyError("gold")
 
@@ -81,11 +72,11 @@ def failing(prompts, history, count, rng):
 @pytest.mark.parametrize(
     ("order_fn", "reason"),
     [
-        (one_too_few, "must return 3 of the prompts that it gets: it returned 2, 0 of them others"),
-        (strangers, "must return 3 .*: it returned 3, 3 of them others"),
+        (lambda prompts, _, count, rng: prompts[: count - 1], "must return 3 of the prompts that it gets: it returned 2, 0"),
+        (lambda prompts, *_: [replace(prompt) for prompt in prompts[:3]], "must return 3 .*: it returned 3, 3 of them others"),
         (failing, r"raised KeyError: 'gold' \(test_order.py:\d+\)"),
     ],
-)
+)  # fmt: skip
 def test_an_order_that_is_none(order_fn, reason):
     with pytest.raises(UserError, match=f"^order_fn {reason}"):
         choose(0, order_fn)
@@ -101,25 +92,22 @@ config = replace(config, order_fn=failing)
 """
 
 
-def test_an_order_that_fails_in_the_middle(models, recipe, tmp_path):
+def test_an_order_that_fails_in_the_middle(stand_in, recipe, tmp_path):
     """Of two ranks: the run ends in a line, after both have saved the last whole step."""
-    path = tmp_path / "fails.py"
-    with fake_server(models["untied"], answer_in(0.0)) as server:
-        path.write_text(Path(recipe(server)).read_text() + FAILS_LATER)
-        done = on_forked_ranks(2, ROOT / "train.py", str(path), "--max_steps", "4")
+    path = Path(recipe(stand_in(0.0)))
+    path.write_text(path.read_text() + FAILS_LATER)
+    done = on_forked_ranks(2, ROOT / "train.py", path, "--max_steps", "4")
     assert done.returncode != 0
-    message = r"^error: order_fn raised KeyError: 'gold' \(fails.py:\d+\)$"
+    message = rf"^error: order_fn raised KeyError: 'gold' \({path.name}:\d+\)$"
     assert re.search(message, done.stderr, re.M)
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
 
-def test_dropped_groups_are_in_the_history(models, recipe, tmp_path):
-    with fake_server(models["untied"], answer_in(0.0)) as server:
-        path = Path(recipe(server))
-        all_alike = "float(len(completion_ids[0]) % 3 > 0)*ids[0]"  # in some groups
-        path.write_text(path.read_text().replace("sum(ids) / len(ids) / 50", all_alike))
-        options = ["--order_fn", "test_order.drawn", "--drop_zero_advantage", "true"]
-        main(parse_args([str(path), *options]))
+def test_dropped_groups_are_in_the_history(stand_in, recipe, tmp_path):
+    path = recipe(stand_in(0.0))
+    all_alike = "float(len(completion_ids[0]) % 3 > 0)*ids[0]"  # in some groups
+    change(path, "sum(ids) / len(ids) / 50", all_alike)
+    main(parse_args([path, *flags(order_fn="test_order.drawn", drop_zero_advantage=True)]))
     dropped = read(tmp_path, "dropped")
     assert dropped
     state = saved_state(tmp_path / "run" / "checkpoint-3")

@@ -110,25 +110,23 @@ def test_bytes_of_states():
     # The largest matrix, dequantized.
     assert in_4_bits.row_bytes(1024) - whole.row_bytes(1024) == 2 * hidden * mlp
 
-    offloaded = {"use_fsdp": True, "fsdp_offload": True}
-    away = on_paper(shape, dtype="bfloat16", use_peft=True, **offloaded)
+    away = on_paper(shape, dtype="bfloat16", use_peft=True, use_fsdp=True, fsdp_offload=True)
     assert away.kept_bytes == away.gradient_bytes == 0
     num = sum(weight.numel() for weight in away.build().parameters())
     assert away.gathered_bytes == 2 * num
-    assert on_paper(shape, **offloaded).gathered_bytes == 2 * 2 * plain.num_weights
 
 
 @pytest.mark.parametrize(
     ("fields", "is_here"),
     [
-        ({"beta": 0.1}, True),
-        ({"beta": 0.1, "parts": [Teacher("http://x")]}, False),
-        ({"beta": 0.1, "use_peft": True}, False),
-        ({"reference_id": "other", "use_peft": True, "beta": 0.1}, True),
+        ({}, True),
+        ({"parts": [Teacher("http://x")]}, False),
+        ({"use_peft": True}, False),
+        ({"reference_id": "other", "use_peft": True}, True),
     ],
 )
 def test_a_reference_of_its_own(fields, is_here):
-    policy = on_paper(MODELS["quick"], **fields)
+    policy = on_paper(MODELS["quick"], beta=0.1, **fields)
     assert policy.reference_bytes == 4 * policy.num_weights * is_here
 
 
@@ -139,13 +137,11 @@ def test_commands_of_a_plan(placement, changes, monkeypatch):
     monkeypatch.chdir(ROOT)
     plan = Plan(on_paper(MODELS["quick"], **changes), 24.0, placement, 32, changes)
     plan.most_tokens = 9984
-    command = plan.command(["recipes/gsm8k.py"])
+    words = shlex.split(plan.command(["recipes/gsm8k.py"]).replace("http://...", "http://x"))
     if placement is Placement.ELSEWHERE:
-        words = command.removeprefix("torchrun train.py ").replace("http://...", "http://x")
-        config = parse_args(shlex.split(words))
+        config = parse_args(words[2:])
     else:
-        words = command.removeprefix("python scripts/launch.py ")
-        _, _, config = launcher.parse(shlex.split(words))
+        _, _, config = launcher.parse(words[2:])
     assert config.max_tokens_per_gpu == 9984
     assert {name: getattr(config, name) for name in changes} == changes
 
@@ -154,42 +150,32 @@ def test_commands_of_a_plan(placement, changes, monkeypatch):
 def test_the_page():
     """docs/memory.md has what the script writes, of the smallest model."""
     written = (ROOT / "docs" / "memory.md").read_text().splitlines()
-    for line in memory.tables_of(["0.5B"]).splitlines():
-        assert line in written
+    assert set(memory.tables_of(["0.5B"]).splitlines()) <= set(written)
 
 
 def test_a_server_that_sleeps():
     """Neither side has to fit beside the whole of the other."""
     policy = on_paper(SMALL, bf16=True, max_staleness=0)
-    beside, asleep = (
-        Plan(policy, 24.0, Placement.BESIDE, 64),
-        Plan(policy, 24.0, Placement.ASLEEP, 64),
-    )
-    training = sum(beside.parts(8192).values())
-    server = sum(beside.server_parts.values())
+    beside = Plan(policy, 24.0, Placement.BESIDE, 64)
+    asleep = Plan(policy, 24.0, Placement.ASLEEP, 64)
+    training, server = sum(beside.parts(8192).values()), sum(beside.server_parts.values())
     assert sum(asleep.parts(8192).values()) == pytest.approx(training - server + 1.0)
     sampling = sum(asleep.sampling_parts().values())
     assert sampling == pytest.approx(12 * policy.num_weights / 1e9 + 0.6 + server)
-    asleep.most_tokens = 8192
-    assert "--sleep --max_staleness 0" in asleep.command(["r.py"])
     assert not beside.sampling_parts()
 
 
 def test_a_server_takes_its_part():
     policy = on_paper(MODELS["0.6B"], bf16=True)
     plan = Plan(policy, 24.0, Placement.BESIDE, 64)
-    weights_gb = 2 * policy.num_weights / 1e9
     # keys and values in 16 bits of 28 layers, 8 heads of 128 numbers, 64 sequences
     length = 512 + policy.config.max_completion_len
     cache_gb = 2 * 2 * 28 * 8 * 128 * 64 * length / 1e9
-    parts = plan.server_parts
-    assert next(iter(parts.values())) == pytest.approx(weights_gb)
-    (name,) = [name for name in parts if name.startswith("its cache")]
-    assert parts[name] == pytest.approx(cache_gb)
-    server = sum(parts.values())
+    weights_gb = 2 * policy.num_weights / 1e9
+    server = sum(plan.server_parts.values())
     assert server == pytest.approx(weights_gb + cache_gb + 2.0)
-    share = f"--gpu-memory-utilization {math.ceil(server / 0.24) / 100} --max-num-seqs 64"
     plan.most_tokens = 8192
+    share = f"--gpu-memory-utilization {math.ceil(server / 0.24) / 100} --max-num-seqs 64"
     assert share in plan.command([])
 
 
@@ -213,17 +199,16 @@ def test_the_command_line(models, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "LoRA, on 16 GB with its server" in printed
     launches = re.findall(r"^ *python scripts/launch.py (.*)$", printed, re.M)
-    assert len(launches) == 2
+    given_on = []
     for words in map(shlex.split, launches):
         fields = [word.partition("=")[0] for word in words if word.startswith("--")]
         assert len(fields) == len(set(fields))  # each once
-        _, _, config = launcher.parse(words)
+        options, _, config = launcher.parse(words)
         assert (config.use_peft, config.lora_rank) == (True, 8)
-    assert config.max_staleness == 0  # of the server that sleeps
-
+        given_on.append((options.sleep, config.max_staleness))
+    assert given_on == [(False, 2), (True, 0)]
     no_model = ["--model_id", "no/such/model"]
     for card, words, message in (
-        ("much", [], "--plan much: it needs the memory of a GPU, such as 24GB"),
         ("4090", [], "--plan 4090: it needs the memory of a GPU, such as 24GB"),
         ("24GB", no_model, "model_id=no/such/model is no model's folder, and the hub does not"),
     ):

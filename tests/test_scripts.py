@@ -73,9 +73,8 @@ def test_ctrl_c_leaves_no_process(moment):
 
 def test_the_model_that_is_there_is_found(tmp_path):
     """Without a word to the hub; the model itself is made by hand, as the package has 98 MB."""
-    command = [sys.executable, "scripts/get_smollm.py", "--output", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{tmp_path}\n"
+    command = [sys.executable, ROOT / "scripts" / "get_smollm.py", "--output", tmp_path]
+    assert subprocess.check_output(command, text=True) == f"{tmp_path}\n"
 
 
 def test_a_wrong_option_is_told_at_once():
@@ -125,17 +124,19 @@ def test_training_and_held_out_problems_do_not_overlap():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "figure"),
+    ("name", "figures"),
     [
-        ("step_time", "sync_s"),
-        ("prefix_attention", "ours_s"),
-        ("async_overlap", "steps_per_s"),
-        ("end_to_end", "times_as_fast"),
+        ("step_time", ["sync_s"]),
+        ("prefix_attention", ["ours_s"]),
+        ("async_overlap", ["steps_per_s"]),
+        ("end_to_end", ["times_as_fast"]),
+        ("scale", ["rank_0_us", "sync_cpu_ms_each"]),  # of its two parts
     ],
 )
-def test_benchmarks_run_quickly(name, figure, tmp_path):
+def test_benchmarks_run_quickly(name, figures, tmp_path):
     rows = benchmark(name, tmp_path / "out.json", "--quick")
-    assert all(row[figure] > 0 for row in rows)
+    assert all(max(row.get(figure, 0) for figure in figures) > 0 for row in rows)
+    assert all(any(figure in row for row in rows) for figure in figures)
 
 
 @pytest.mark.slow
@@ -147,14 +148,6 @@ def test_a_run_grows_nowhere(tmp_path):
         for kind in ("threads", "files", "sockets"):
             assert row[f"{kind}_late"] <= row[f"{kind}_early"] + 2, row
     assert run["steps"] == 40
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_scale_runs_quickly(tmp_path):
-    rows = benchmark("scale", tmp_path / "out.json", "--quick")
-    figures = {"tokens": "rank_0_us", "servers": "sync_cpu_ms_each"}
-    assert {row["part"] for row in rows} == set(figures)
-    assert all(row[figures[row["part"]]] > 0 for row in rows)
 
 
 @pytest.mark.slow

@@ -6,34 +6,30 @@ others' data would lie where they were.
 
 import concurrent.futures
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 import torch
-from fake_server import FakeServer, fake_server
+from fake_server import FakeServer
 from forked import Forked, serve
-from helpers import answer_in, printed_until, wait_until
+from helpers import printed_until, request_times, wait_until
 from msgspec.structs import replace
 from safetensors.torch import load_file
 from test_adapters import LORA, lora_config
 from test_server import (
     PROMPT,
     check_an_update_in_flight,
+    connected,
     disturb,
     make_config,
-    make_policy,
     mismatch,
 )
 
 import train
 from benchmarks.local_server import local_server
-from config import parse_args
 from rollouts import servers
 from rollouts.rollouts import Rollouts
 from rollouts.servers import ServerPool
-from train import main
-from utils import process_group
-from vllm_client import ServerError
 
 SAMPLING = {"n": 2, "max_tokens": 20, "temperature": 1.0}
 
@@ -58,23 +54,7 @@ class Sleeper(Forked):
     serve = staticmethod(serve_a_sleeper)
 
 
-@contextmanager
-def sleeper(model, log, *options):
-    short = ("--max-model-len", "128", "--max-num-seqs", "64")
-    with local_server(model, log, *short, *options, start=Sleeper) as started:
-        yield started.wait()
-
-
-@contextmanager
-def connected(config, device):
-    """Rollouts and a policy that servers have."""
-    with closing(Rollouts(config, device)) as rollouts:
-        policy = make_policy(config, device)
-        rollouts.publish(policy, 0)
-        yield rollouts, policy
-
-
-def check_a_nap(rollouts, policy, config, device):
+def check_a_nap(rollouts, policy, config):
     """A server samples nothing while it sleeps, and after the next update as before."""
     (one,) = rollouts.pool.servers
     for version in (1, 2):
@@ -87,7 +67,7 @@ def check_a_nap(rollouts, policy, config, device):
             rollouts.publish(policy, version)
             completions = reply.result(30)
         assert {v for c in completions for v in c.weight_versions.tolist()} == {version}
-        assert mismatch(policy, rollouts, config, device) == (pytest.approx(0, abs=2e-5), [version])
+        assert mismatch(policy, rollouts, config) == (pytest.approx(0, abs=2e-5), [version])
 
 
 @pytest.mark.server
@@ -97,18 +77,19 @@ def test_an_update_wakes_a_server(models, tmp_path, options, make):
 
     A trainer that died while it slept leaves it usable, and awake it takes updates as any server.
     """
-    with sleeper(models["untied"], tmp_path / "log", *options) as url:
-        config = make(models["untied"], url, max_staleness=0, max_completion_len=100)
-        with process_group(120) as device:
-            for _ in range(2):
-                with connected(config, device) as (rollouts, policy):
-                    check_a_nap(rollouts, policy, config, device)
-                    rollouts.pool.fall_asleep()
+    short = ("--max-model-len", "128", "--max-num-seqs", "64")
+    log = tmp_path / "log"
+    with local_server(models["untied"], log, *short, *options, start=Sleeper) as started:
+        config = make(models["untied"], started.wait(), max_staleness=0, max_completion_len=100)
+        for _ in range(2):
+            with connected(config) as (rollouts, policy):
+                check_a_nap(rollouts, policy, config)
+                rollouts.pool.fall_asleep()
         check_an_update_in_flight(config)
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, monkeypatch, num_servers):
+def test_a_run_sleeps_while_it_trains(stand_in, train_on, tmp_path, monkeypatch, num_servers):
     """Once a step, after all samples and before the update; and learns the same, to the bit."""
     weights = []
     taken = []  # whether a batch was complete, at each `take`
@@ -122,21 +103,15 @@ def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, monkeypatch, num
 
     monkeypatch.setattr(Rollouts, "next_rows", taking)
     for can_sleep in (False, True):
-        answers = [answer_in(0.01) for _ in range(num_servers)]
+        ours = [stand_in(can_sleep=can_sleep) for _ in range(num_servers)]
+        log = ours[0].log
+        note = lambda log=log: released.append(log[-1][0])
+        monkeypatch.setattr(torch.cuda, "empty_cache", note)
+        taken.clear()
         folder = tmp_path / f"run-{can_sleep}"
-        words = ["--max_steps", "3", "--max_staleness", "0", "--output_dir", str(folder)]
-        words += ["--max_tokens_per_gpu", "64"]
-        with (
-            fake_server(models["untied"], answers[0], can_sleep=can_sleep) as one,
-            fake_server(models["untied"], answers[-1], can_sleep=can_sleep) as two,
-        ):
-            log = one.log
-            note = lambda log=log: released.append(log[-1][0])
-            monkeypatch.setattr(torch.cuda, "empty_cache", note)
-            taken.clear()
-            main(parse_args([recipe(*[one, two][:num_servers]), *words]))
+        train_on(*ours, max_steps=3, max_staleness=0, max_tokens_per_gpu=64, output_dir=folder)
         weights.append(load_file(folder / "checkpoint-3" / "model.safetensors"))
-        assert one.naps == [2] * 3 * can_sleep
+        assert ours[0].naps == [2] * 3 * can_sleep
         assert (taken == [True] * 3) == can_sleep  # else training begins earlier
         # At the start, and before each update.
         assert released == ["/connect", *["/sleep"] * 3] * can_sleep
@@ -145,12 +120,11 @@ def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, monkeypatch, num
         assert before_naps == ["/sample"] * 3 * can_sleep
     others = [name for name in calls if name != "/sample"]
     assert others == ["/update", *["/sleep", "/update"] * 3]
-    assert weights[0].keys() == weights[1].keys()
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
 
 
-def test_a_server_that_does_not_fall_asleep_is_left_out(models, recipe, capsys, monkeypatch):
+def test_a_server_that_does_not_fall_asleep_is_left_out(stand_in, train_on, capsys, monkeypatch):
     """It is not taken back, which would wake it, while the trainer trains; and is asked again to sleep."""
     monkeypatch.setattr(servers, "PROBE_S", 0.05)
     training = []
@@ -167,13 +141,10 @@ def test_a_server_that_does_not_fall_asleep_is_left_out(models, recipe, capsys, 
             raise ConnectionError("out of order")
 
     monkeypatch.setattr(train, "optimizer_step", slow_step)
-    with (
-        fake_server(models["untied"], answer_in(0.01), can_sleep=True) as one,
-        fake_server(models["untied"], answer_in(0.01), can_sleep=True) as two,
-    ):
-        two.fault = ill
-        main(parse_args([recipe(one, two), "--max_steps", "5", "--max_staleness", "0"]))
-    woken = [at for name, at in two.log if name == "/connect"]
+    one, two = stand_in(can_sleep=True), stand_in(can_sleep=True)
+    two.fault = ill
+    train_on(one, two, max_steps=5, max_staleness=0)
+    woken = request_times(two, "/connect")
     assert "5" in one.versions
     assert len(woken) > 1  # it came back
     assert not [at for at in woken for begun_s, ended_s in training if begun_s < at < ended_s]
@@ -181,15 +152,6 @@ def test_a_server_that_does_not_fall_asleep_is_left_out(models, recipe, capsys, 
 
 
 SLEEPS = "sleeps while this trains: set max_staleness=0, or no --enable-sleep-mode"
-
-
-def test_rollouts_ahead_are_refused(models, recipe):
-    """They would be sampled while it sleeps."""
-    with (
-        fake_server(models["untied"], answer_in(0.01), can_sleep=True) as one,
-        pytest.raises(ServerError, match=SLEEPS),
-    ):
-        main(parse_args([recipe(one), "--max_staleness", "1"]))
 
 
 ROPE = "takes long texts, and so all by other rope factors than the trainer: "
@@ -205,21 +167,20 @@ ROPE = "takes long texts, and so all by other rope factors than the trainer: "
         ({"names": ["/another"]}, "serves /another: restart it with --model "),
     ],
 )
-def test_servers_that_join_a_run(models, capsys, monkeypatch, kind, message):
+def test_servers_that_join_a_run(models, stand_in, capsys, monkeypatch, kind, message):
     """One that was started anew must be as those of the start; else it stays out of the run."""
     monkeypatch.setattr(servers, "PROBE_S", 0.05)
-    theirs = FakeServer.about
-    with fake_server(models["untied"], answer_in(0.01)) as fake:
-        config = make_config(models["untied"], fake.url, max_staleness=1)
-        with closing(ServerPool(config, rope_limit=128)) as pool:
-            assert pool.wait_until_ready() == 128
-            pool.connect(torch.device("cpu"))
-            for server in pool.update_weights([], 0):
-                pool.admit(server)
-            monkeypatch.setattr(FakeServer, "about", lambda self: replace(theirs(self), **kind))
-            pool.lose(pool.servers[0], "it was ended")
-            printed = printed_until(capsys, "stays left out")
-            assert f"{fake.url} answers again, but stays left out: {fake.url} {message}" in printed
-            assert not pool.returned
-            monkeypatch.setattr(FakeServer, "about", theirs)  # as it was told to
-            wait_until(lambda: pool.returned)
+    theirs, url = FakeServer.about, stand_in().url
+    config = make_config(models["untied"], url, max_staleness=1)
+    with closing(ServerPool(config, rope_limit=128)) as pool:
+        assert pool.wait_until_ready() == 128
+        pool.connect(torch.device("cpu"))
+        for server in pool.update_weights([], 0):
+            pool.admit(server)
+        monkeypatch.setattr(FakeServer, "about", lambda self: replace(theirs(self), **kind))
+        pool.lose(pool.servers[0], "it was ended")
+        printed = printed_until(capsys, "stays left out")
+        assert f"{url} answers again, but stays left out: {url} {message}" in printed
+        assert not pool.returned
+        monkeypatch.setattr(FakeServer, "about", theirs)  # as it was told to
+        wait_until(lambda: pool.returned)

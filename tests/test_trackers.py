@@ -87,11 +87,8 @@ def test_trackio(tmp_path):
     code += "from trackio.sqlite_storage import SQLiteStorage as kept\n"
     code += "print(json.dumps([name, kept.get_runs('mine'), kept.get_logs('mine', name)]))"
     env = ENV | {"TRACKIO_DIR": str(tmp_path / "tracked")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    name, runs, rows = json.loads(done.stdout.splitlines()[-1])
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True, env=env)
+    name, runs, rows = json.loads(printed.splitlines()[-1])
     assert runs == [name]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert_logged(rows, rows[2]["completions/table"]["_value"])
