@@ -43,7 +43,7 @@ RESYNC = "resync"
 class Rollouts:
     """Groups for the training loop, and its policy for the servers.
 
-    Data and servers live on rank 0; the methods are collective.
+    Data and servers live on rank 0. Every rank calls the methods, most of which are collective.
     """
 
     def __init__(

@@ -57,8 +57,9 @@ def sample_group(
             group.fill(server.generate(group.prompt.token_ids, sampling, group.prompt.images))
 
         if group.oldest_version == FOREIGN:
-            pool.lose(server, "it sampled with weights of its own: was it restarted?")
-            raise ServerLost  # so that another one is asked
+            error = ServerLost("it sampled with weights of its own: was it restarted?")
+            pool.lose(server, error)
+            raise error  # so that another one is asked
         if group.oldest_version < group.started_version:  # it could train beyond max_staleness
             raise RolloutFailed(
                 f"{group.prompt.where}: a completion has tokens of policy {group.oldest_version}, "
