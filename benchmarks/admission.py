@@ -99,12 +99,18 @@ def main() -> None:
         os._exit(0)
 
     sys.path[:0] = [str(HERE), str(HERE / "scripts")]
-    from benchmarks.common import arguments, by_turns, report
+    from benchmarks.common import arguments, ran, report
 
     args = arguments(__doc__, "one setting, once", "the order").parse_args()
     settings = SETTINGS[:1] if args.quick else SETTINGS
     words = [__file__, "--child", len(settings)]
-    found = by_turns(words, args.against, 1 if args.quick else 2)
+    checkouts = {"before": args.against.resolve()} if args.against else {}
+    checkouts["now"] = HERE
+    found: dict[str, list[Any]] = {when: [] for when in checkouts}
+    for _ in range(1 if args.quick else 2):
+        for when, checkout in checkouts.items():
+            path = {"PYTHONPATH": f"{checkout}:{checkout / 'scripts'}", "PYTHONSAFEPATH": "1"}
+            found[when].append(ran(words, checkout, path))
     rows = []
     for number, (staleness, drops, slots) in enumerate(settings):
         row: dict[str, Any] = {"max_staleness": staleness, "drops": drops, "slots": slots}

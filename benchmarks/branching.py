@@ -1,4 +1,4 @@
-"""Forward and backward of agents' rollouts: a row per turn, rows that share prompts, and one tree, side by side.
+"""Forward and backward of agents' rollouts: a row per turn, and one tree, side by side.
 
     python benchmarks/branching.py [--json PATH] [--quick] [--against CHECKOUT]
 
@@ -6,10 +6,8 @@ Three jobs, on the 4-layer model of benchmarks/prefix_attention.py, one CPU thre
   rewritten  four agents of ten turns on one prompt, whose thoughts leave the history when their turn is over
   appended   the same agents, whose history only grows
   system     eight groups of four completions, below a system prompt that all groups share
-Three ways:
+Two ways:
   dense      a sequence per turn, without padding, nothing shared: what trainers do that make a row of each turn
-  prompts    the prompt of a group stands once, and a history that only grows is one completion: this project's rows
-             before it had trees
   tree       `pack` of segments
 Each figure is the median of runs in processes of their own, by turns, within one token budget. `bound` is the speed-up
 over dense rows that the FLOPs allow if no context is forwarded twice (counted here by a trie of tokens): linear layers
@@ -44,7 +42,7 @@ from benchmarks.common import (
 from benchmarks.prefix_attention import make_model
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
 
-JOBS, METHODS = ("rewritten", "appended", "system"), ("dense", "prompts", "tree")
+JOBS, METHODS = ("rewritten", "appended", "system"), ("dense", "tree")
 Pairs = list[tuple[list[int], list[int]]]  # what is seen, and what is sampled below it
 
 # agents: prompt, agents, turns, thought, answer, observation; and system prompt, groups, question, completions, length
@@ -89,22 +87,13 @@ def make_job(job: str, is_quick: bool, vocab: int) -> list[list[Pairs]]:
     return [group]
 
 
-def make_rows(job: str, method: str, groups: list[list[Pairs]], budget: int) -> list[PackedBatch]:
+def make_rows(method: str, groups: list[list[Pairs]], budget: int) -> list[PackedBatch]:
     """What a method forwards, all with the same sampled tokens in the same order of `index`."""
-    pairs = [pair for group in groups for rollout in group for pair in rollout]
     if method == "tree":
         return pack([(group[0][0][0], group) for group in groups], budget)
-    if method == "dense" or job == "rewritten":
-        alone: Any = [(prompt, [ids]) for prompt, ids in pairs]
-        apart = set(range(len(pairs)))
-        if method == "prompts":  # of rewritten rollouts only the first turns have one in common
-            apart = {n for n, (prompt, _) in enumerate(pairs) if prompt != pairs[0][0]}
-        return pack(alone, budget, apart=apart)
-    if job == "system":
-        own: Any = [(group[0][0][0], [ids for ((_, ids),) in group]) for group in groups]
-        return pack(own, budget, apart=range(len(own)))
-    # A history that grows was one completion.
-    return pack([(group[0][0][0], group) for group in groups], budget)
+    pairs = [pair for group in groups for rollout in group for pair in rollout]
+    alone: Any = [(prompt, [ids]) for prompt, ids in pairs]
+    return pack(alone, budget, apart=range(len(alone)))
 
 
 def count(pairs: Pairs, shares: bool) -> tuple[int, int, int]:
@@ -127,9 +116,8 @@ def measure(job: str, method: str, is_quick: bool) -> dict[str, Any]:
     device, size = torch.device("cpu"), "quick" if is_quick else "4 layers"
     model = attach(make_model(size, device))
     shape = SHAPES[is_quick]
-    rows = make_rows(
-        job, method, make_job(job, is_quick, MODELS[size]["vocab_size"]), shape["budget"]
-    )
+    groups = make_job(job, is_quick, MODELS[size]["vocab_size"])
+    rows = make_rows(method, groups, shape["budget"])
     values = torch.zeros(sum(len(row.targets) for row in rows))
 
     def step() -> None:
@@ -170,7 +158,6 @@ def compare(job: str, is_quick: bool) -> dict[str, Any]:
     row["bound"] = flops(MODELS[size], *dense) / flops(MODELS[size], *tree)
     row["speedup"] = row["dense_s"] / row["tree_s"]
     row["of_bound"] = row["speedup"] / row["bound"]
-    row["over_prompts"] = row["prompts_s"] / row["tree_s"]
     alone, shared = (found[method][0]["logprobs"] for method in ("dense", "tree"))
     row["difference"] = max(abs(one - other) for one, other in zip(alone, shared, strict=True))
     return row

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from launch import LocalServer, popen
 from benchmarks.common import arguments, lines, report
 from benchmarks.local_server import local_server
 from config import TrainConfig, parse_args
-from rollouts.data import leave_out_long, load_prompts
+from rollouts.data import leave_out_long, load_sets
 from training.checkpoints import find_start
 
 
@@ -142,7 +143,8 @@ def bad_inputs(model: str) -> tuple[int, int]:
     tried: list[Callable[[], Any]] = [partial(start, command) for command in commands]
 
     def load(row: list[Any]) -> None:
-        leave_out_long(load_prompts(partial(list, row), "train", tokenizer, config), 64, config)
+        of_row = replace(config, dataset_id=partial(list, row))
+        leave_out_long(load_sets("dataset_id", "train", tokenizer, of_row)[""], 64, config)
 
     tried += [partial(load, row) for row in rows]
     num_refused = 0

@@ -158,27 +158,11 @@ def ran(words: list[Any], root: Path = ROOT, env: Mapping[str, str] | None = Non
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def by_turns(words: list[Any], against: Path | None, turns: int) -> dict[str, list[Any]]:
-    """What a script of ours prints as JSON, `turns` times each for the checkout of another commit and for this one.
-
-    The script imports the trainer and `benchmarks` of the checkout, and must not have imported ours before. The keys
-    are "before", where there is another checkout, and "now".
-    """
-    checkouts = {"before": against.resolve()} if against else {}
-    checkouts["now"] = ROOT
-    found: dict[str, list[Any]] = {when: [] for when in checkouts}
-    for _ in range(turns):
-        for when, checkout in checkouts.items():
-            path = {"PYTHONPATH": f"{checkout}:{checkout / 'scripts'}", "PYTHONSAFEPATH": "1"}
-            found[when].append(ran(words, checkout, path))
-    return found
-
-
 def beside(checkout: Path, cases: dict[str, list[str]], turns: int, path: Path | None) -> None:
     """Print and write each case's figures in the checkout of another commit and here, run by turns.
 
     A case is what follows `python`, of paths below the root; it prints its figures as JSON in its last line, or writes
-    rows by `--json`. `speed` and `memory` are medians, over the turns, of other over here and of here over other.
+    rows by `--json`. `speed` and `memory` are medians over the turns: how much faster it is here, how much more it takes.
     """
     rows = Rows(path)
     for case, words in cases.items():
@@ -190,16 +174,17 @@ def beside(checkout: Path, cases: dict[str, list[str]], turns: int, path: Path |
         for number, row in enumerate(owns[0]):
             names = {name: value for name, value in row.items() if isinstance(value, str)}
             for field in row:
-                if not re.search(r"(^|_)(s|ms|seconds|mb)$", field):
+                if not re.search(r"(^|_)(s|ms|us|seconds|mb)$", field):
                     continue
                 other = [turn[number][field] for turn in others]
                 own = [turn[number][field] for turn in owns]
                 figures = {"other": median(other), "here": median(own)}
                 pairs = list(zip(other, own, strict=True))
+                growth = median([here / max(before, 1e-9) for before, here in pairs])
                 if field.endswith("mb"):
-                    figures["memory"] = median([b / max(a, 1e-9) for a, b in pairs])
+                    figures["memory"] = growth
                 else:
-                    figures["speed"] = median([a / max(b, 1e-9) for a, b in pairs])
+                    figures["speed"] = growth if "_per_" in field else 1 / max(growth, 1e-9)
                 rows.add({"case": case, **names, "field": field, **figures})
 
 

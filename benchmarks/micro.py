@@ -1,6 +1,6 @@
-"""Attention over shared prompts, the log-prob head and a decoder layer, each alone beside its rivals, in one process.
+"""Attention over shared prompts and the log-prob head, each alone beside its rivals, in one process.
 
-    python benchmarks/micro.py [--json PATH] [--quick] [--parts head attention layer] [--against CHECKOUT]
+    python benchmarks/micro.py [--json PATH] [--quick] [--parts head attention] [--against CHECKOUT]
 
 On a GPU in bf16 with the shapes of an 8B model, on a CPU (`--quick`) in fp32 with tiny ones. Times are medians of
 forward and backward after a warm-up; `forward_ms` is the forward alone, `memory_mb` the peak above the inputs.
@@ -8,16 +8,13 @@ forward and backward after a warm-up; `forward_ms` is the forward alone, `memory
              `tflops` counts the pairs of query and key that a variant has to do.
   head       ours, and rivals that write the logits down or make them again. The bound is 6·N·hidden·vocab FLOPs at
              the peak of the data sheet.
-  layer      a decoder layer over a shared row, plain and by torch.compile.
 `difference` is from the first variant's outputs, relative to their norm; for the head, from fp64 log-probs, in nats.
 A variant that cannot run here gives a row that says why.
 """
 
 import importlib
 import sys
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -32,7 +29,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common import (
-    MODELS,
     Rows,
     Skipped,
     arguments,
@@ -42,7 +38,6 @@ from benchmarks.common import (
     median,
     memory_mb,
     peak_flops,
-    random_model,
     reset_peak,
 )
 from benchmarks.prefix_attention import grouper_attention
@@ -52,8 +47,6 @@ from prefix_attention import (
     _in_chunks,
     _paths,
     _WideProducts,
-    attach,
-    completion_logprobs,
     pack,
 )
 
@@ -62,7 +55,6 @@ SHAPES = {
     False: [(1, 8192, 512, 8), (10, 1024, 256, 8), (10, 128, 128, 8), (40, 256, 128, 8)],
     True: [(1, 64, 16, 4), (10, 16, 8, 2), (40, 8, 4, 2)],
 }
-PLAIN = ", passes not compiled"
 HEADS = {False: (32, 8, 128), True: (4, 2, 32)}  # of queries, of keys, size
 # tokens, hidden, vocab
 HEAD_SHAPES = {False: [(8192, 4096, 151936), (8192, 1536, 151936)], True: [(64, 32, 512)]}
@@ -81,11 +73,6 @@ case = Head({shape}, device_here())
 step = partial(HEAD["ours"], case)
 print(json.dumps(timed_step(step, (case.x, case.weight), device_here())[0]))
 """
-
-
-def passes(variant: str) -> AbstractContextManager[Any]:
-    """Where a `PLAIN` variant runs: nothing is compiled."""
-    return torch.compiler.set_stance("force_eager") if variant.endswith(PLAIN) else nullcontext()
 
 
 def timed_step(
@@ -255,7 +242,6 @@ def grouper(case: Attention) -> Variant:
 ATTENTION: dict[str, Callable[[Attention], Variant]] = {
     "sdpa, repeated": sdpa,
     "ours": cascade,
-    "ours" + PLAIN: cascade,
     "one FA2 varlen call, repeated": flash,
     "prefix_grouper": grouper,
 }
@@ -286,10 +272,8 @@ def attention_rows(rows: Rows, is_quick: bool, device: torch.device) -> None:
 
         names = dict(zip(("groups", "prompt", "completion", "size"), shape, strict=True))
         for variant, build in ATTENTION.items():
-            with passes(variant):
-                rows.measure(
-                    {"part": "attention", **names, "variant": variant}, partial(measure, build)
-                )
+            named = {"part": "attention", **names, "variant": variant}
+            rows.measure(named, partial(measure, build))
 
 
 # -- Head --------------------------------------------------------------------------------------------------------------
@@ -359,8 +343,6 @@ def liger(case: Head) -> Tensor:
 HEAD: dict[str, Callable[[Head], Tensor]] = {
     "ours": partial(ours, False),
     "ours, with entropy": partial(ours, True),
-    "ours" + PLAIN: partial(ours, False),
-    "ours, with entropy" + PLAIN: partial(ours, True),
     "all logits, cross_entropy": lambda case: written_down(case.x, case.weight, case.targets),
     "chunks under checkpoint": checkpointed,
     "cut-cross-entropy": cut,
@@ -383,55 +365,14 @@ def head_rows(rows: Rows, is_quick: bool, device: torch.device) -> None:
 
         names = dict(zip(("tokens", "hidden", "vocab"), shape, strict=True))
         for variant, function in HEAD.items():
-            with passes(variant):
-                rows.measure(
-                    {"part": "head", **names, "variant": variant}, partial(measure, function)
-                )
-
-
-# -- Decoder layer -----------------------------------------------------------------------------------------------------
-
-
-def layer(is_compiled: bool, is_quick: bool, device: torch.device) -> dict[str, Any]:
-    """Forward and backward of a model of one layer and a small vocabulary, over a row of ten groups."""
-    if is_compiled and device.type == "cpu":
-        raise Skipped("needs a GPU: it is to show what the GPU gains")
-    shape = MODELS["quick" if is_quick else "8B"] | {"num_hidden_layers": 1, "vocab_size": 1024}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = attach(random_model(shape, device, dtype))
-    _, prompt, completion, size = SHAPES[is_quick][1]
-    (row,) = pack(
-        [
-            ([group] * prompt, [[number] * completion for number in range(size)])
-            for group in range(10)
-        ]
-    )
-    row = row.to(device)
-    if is_compiled:
-        model.model.layers[0].compile()
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        completion_logprobs(model, row).sum().backward()
-
-    started = time.perf_counter()
-    step()
-    warm_up_s = time.perf_counter() - started
-    step()
-    before = memory_mb(device, "VmRSS")
-    reset_peak(device)
-    times = durations(step, device, 1.0 if device.type == "cuda" else 0.05)
-    return {
-        "ms": 1e3 * median(times),
-        "memory_mb": memory_mb(device, "VmHWM") - before,
-        "warm_up_s": warm_up_s,
-    }
+            named = {"part": "head", **names, "variant": variant}
+            rows.measure(named, partial(measure, function))
 
 
 def main() -> None:
     """Command line."""
     parser = arguments(__doc__, "tiny shapes, in under a minute on a CPU", "the heads")
-    parts = ("head", "attention", "layer")
+    parts = ("head", "attention")
     which = "which of them, in the usual order"
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help=which)
     args = parser.parse_args()
@@ -445,9 +386,6 @@ def main() -> None:
         head_rows(rows, args.quick, device)
     if "attention" in args.parts:
         attention_rows(rows, args.quick, device)
-    for is_compiled in (False, True) if "layer" in args.parts else ():
-        names = {"part": "layer", "variant": "compiled" if is_compiled else "plain"}
-        rows.measure(names, partial(layer, is_compiled, args.quick, device))
 
 
 if __name__ == "__main__":

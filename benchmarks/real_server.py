@@ -11,7 +11,8 @@ On a GPU the two share it, and the server computes in bf16; on a CPU in fp32.
   merged, adapter  syncs of this model (on a GPU 0.6B) with LoRA of rank 16: merged into the weights, and the adapter alone
   follows          both to a server in bf16, after `steps` steps of AdamW at `rate` on the log-probs of random tokens:
                    how far these `moved` (mean, nats), `mismatch` of trainer and server (mean) then and `at_start`, and
-                   how much of the move the server made (`follows`: the slope of its own move over the trainer's)
+                   how much of the move the server made (`follows`: the slope of its own move over the trainer's);
+                   on a CPU merged alone
   sleep            on a GPU: a server that sleeps while the trainer trains. `awake_gb` and `asleep_gb` are what it takes
                    of the GPU's memory; `sleep_s` is its way to bed, `wake_s` an update that wakes it
   0.6B, 1.5B, 8B   on a GPU: syncs of random models of these shapes
@@ -357,6 +358,12 @@ def measure(rows: Rows, part: str, is_quick: bool, folder: Path, options: list[s
     elif part == "follows":
         words = ["--dtype", "bfloat16", *options]
         for weights in ("merged", "adapter"):
+            if weights == "adapter" and device_here().type == "cpu":
+                reason = (
+                    "on a CPU vLLM reads no prompts' log-probs under an adapter that has sampled"
+                )
+                rows.add({"part": part, "weights": weights, "skipped": reason})
+                continue
             with with_lora(weights, large, folder, *words) as of:
                 start = [w.detach().clone() for w in of.policy.parameters() if w.requires_grad]
                 for rate, steps in CASES[: 1 if is_quick else None]:

@@ -1,4 +1,4 @@
-"""What the real server costs beside its model: CPU time, bytes and tokens a second of completions.
+"""What the real server costs beside its model: CPU time and tokens a second of completions.
 
     python benchmarks/serving.py [--against CHECKOUT] [--json PATH] [--quick] [--length 96]
 
@@ -9,38 +9,36 @@ are asked for, so many at once that the named number of sequences is under way. 
   api_us        CPU time of the API process for a completion token, microseconds
   engine_us     of the engine's
   client_us     of the process that asks: here it does nothing but ask and decode
-  decode_us     of that alone, the decoding of a reply that is there
-  bytes         of replies, for a token
 
-With `--against` a checkout of another commit is measured in turn with this one, each by its own client, three times;
-a row has the medians.
+Each figure is the median of `repeats` servers.
 """
 
-import json
-import os
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import psutil
+
+from benchmarks.common import arguments, beside, medians, report
+from benchmarks.local_server import local_server, random_tiny
+from vllm_client import Server
+
 GROUP = 8  # completions
 SEQUENCES = (16, 128, 512)
 WARM_UP_S, MEASURED_S = 4.0, 12.0
 
 
-# -- In a process of its own, for one checkout -----------------------------------------------------
-
-
 class Load:
     """Threads that ask for groups all the time; counts what arrives."""
 
-    def __init__(self, server: Any, num_groups: int, length: int):
-        self.server = server
+    def __init__(self, url: str, num_groups: int, length: int):
+        self.server = Server(url, timeout_s=300.0)
         self.length = length
         self.num_tokens = 0
         self.is_over = False
@@ -69,115 +67,42 @@ class Load:
 
 def measured(url: str, api: Any, num_sequences: int, length: int, seconds: float) -> dict[str, Any]:
     """The columns of one row."""
-    import psutil
+    load = Load(url, num_sequences // GROUP, length)
+    processes = {"api_us": [api], "engine_us": api.children(recursive=True)}
+    processes["client_us"] = [psutil.Process()]
 
-    from vllm_client import Server
-
-    server = Server(url, timeout_s=300.0)
-    load = Load(server, num_sequences // GROUP, length)
-    engines = api.children(recursive=True)
-
-    def spent() -> tuple[float, float, float]:
-        times = [sum(api.cpu_times()[:2]), 0.0, sum(psutil.Process().cpu_times()[:2])]
-        times[1] = sum(sum(engine.cpu_times()[:2]) for engine in engines)
-        return times[0], times[1], times[2]
+    def spent_s() -> dict[str, float]:
+        """CPU time of each side."""
+        found = {}
+        for name, some in processes.items():
+            found[name] = sum(sum(process.cpu_times()[:2]) for process in some)
+        return found
 
     time.sleep(WARM_UP_S)
-    before, tokens_before, started_s = spent(), load.num_tokens, time.monotonic()
+    before, tokens_before, started_s = spent_s(), load.num_tokens, time.monotonic()
     time.sleep(seconds)
-    after, num_tokens = spent(), load.num_tokens - tokens_before
+    after, num_tokens = spent_s(), load.num_tokens - tokens_before
     passed_s = time.monotonic() - started_s
     load.close()
-
-    names = ("api_us", "engine_us", "client_us")
-    found: dict[str, Any] = {"tokens_per_s": num_tokens / passed_s}
-    for name, first, last in zip(names, before, after, strict=True):
-        found[name] = (last - first) / num_tokens * 1e6
-    return found | decoding(server, length)
+    row = {"sequences": num_sequences, "tokens_per_s": num_tokens / passed_s}
+    return row | {name: (after[name] - before[name]) / num_tokens * 1e6 for name in processes}
 
 
-def decoding(server: Any, length: int) -> dict[str, float]:
-    """Seconds and bytes of one reply, for a token."""
-    read, content = reply_of(server, length)
-    times = []
-    for _ in range(20):
-        started_s = time.process_time()
-        read()
-        times.append(time.process_time() - started_s)
-    num_tokens = GROUP * length
-    return {
-        "decode_us": sorted(times)[len(times) // 2] / num_tokens * 1e6,
-        "bytes": len(content) / num_tokens,
-    }
-
-
-def reply_of(server: Any, length: int) -> tuple[Callable[[], Any], bytes]:
-    """What reads a reply that is there, as the checkout's client does, and its bytes."""
-    import msgspec
-
-    import vllm_client
-    from server import messages
-
-    sampling: dict[str, Any] = {"n": GROUP, "max_tokens": length}
-    sampling |= {"ignore_eos": True, "temperature": 1.0}
-    old: Any = getattr(vllm_client, "all_choices", None)
-    if old:  # a reply that comes in parts
-        kept: list[Any] = []
-
-        def keep(num: int, reply: Any) -> Any:
-            kept.extend((reply, reply.content))  # all of it is there then
-            return old(num, reply)
-
-        server.generate([5, 6, 7], sampling, read=keep)
-        return partial(old, GROUP, kept[0]), kept[1]
-
-    request = messages.SampleRequest([5, 6, 7], {**sampling, "logprobs": 0})
-    with server._open("/sample", request, None) as reply:
-        content = reply.content
-
-    def read() -> Any:
-        sampled = msgspec.msgpack.decode(content, type=list[messages.Sampled])
-        return [vllm_client.completion_of(message) for message in sampled]
-
-    return read, content
-
-
-def of_checkout(model: str, length: int, sequences: list[int], seconds: float) -> Any:
-    """All rows of the checkout that is first on the path."""
-    import psutil
-
-    from benchmarks.local_server import local_server
-
+def rows_of(model: str, length: int, sequences: list[int], seconds: float) -> list[dict[str, Any]]:
+    """A row for each number of sequences, of one server."""
     options = [
         "--max-num-seqs", str(max(SEQUENCES)), "--max-model-len", str(length + 32),
         "--kv-cache-memory-bytes", "1G",
     ]  # fmt: skip
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    rows = []
     with local_server(model, Path(model) / "server.log", *options, env=env) as server:
         url = server.wait()
         api = psutil.Process(server.process.pid)
-        for num_sequences in sequences:
-            found = measured(url, api, num_sequences, length, seconds)
-            rows.append({"sequences": num_sequences} | found)
-    return rows
-
-
-# -- The command line ------------------------------------------------------------------------------
+        return [measured(url, api, number, length, seconds) for number in sequences]
 
 
 def main() -> None:
-    """Measure the checkouts in turn, and print and write the medians."""
-    if sys.argv[1:2] == ["--child"]:
-        model, length, passed, *sequences = sys.argv[2:]
-        found = of_checkout(model, int(length), [int(num) for num in sequences], float(passed))
-        print(json.dumps(found), flush=True)
-        os._exit(0)
-
-    sys.path[:0] = [str(HERE), str(HERE / "scripts")]
-    from benchmarks.common import arguments, by_turns, medians, report
-    from benchmarks.local_server import random_tiny
-
+    """Command line."""
     parser = arguments(__doc__, "16 sequences, once, in a minute", "the servers")
     parser.add_argument("--length", type=int, default=96, help="tokens of a completion")
     parser.add_argument("--repeats", type=int, default=3)
@@ -186,16 +111,21 @@ def main() -> None:
     seconds = MEASURED_S
     if args.quick:
         args.repeats, args.sequences, seconds = 1, [SEQUENCES[0]], 3.0
+    if args.against:
+        cases = {}
+        for number in args.sequences:
+            words = ["--length", args.length, "--sequences", number, "--repeats", 1]
+            words += ["--quick"] * args.quick
+            cases[f"{number} sequences"] = ["benchmarks/serving.py", *map(str, words)]
+        beside(args.against, cases, args.repeats, args.json)
+        return
+
+    runs = []
     with tempfile.TemporaryDirectory() as folder:
         random_tiny(Path(folder))
-        words = [__file__, "--child", folder, args.length, seconds, *args.sequences]
-        found = by_turns(words, args.against, args.repeats)
-
-    rows = []
-    for when, runs in found.items():
-        for number in range(len(args.sequences)):
-            rows.append({"when": when, **medians([run[number] for run in runs])})
-    report(rows, args.json)
+        for _ in range(args.repeats):
+            runs.append(rows_of(folder, args.length, args.sequences, seconds))
+    report([medians(list(rows)) for rows in zip(*runs, strict=True)], args.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from config import UserError, parse_args, to_json
 from rollouts.custom import check_segments
 from rollouts.group import Group, Prompt
-from rollouts.images import with_images
+from rollouts.images import with_tokens
 from rollouts.processor import tokenizer_of
 from rollouts.scoring import decoded, weighted
 from train import main
@@ -110,7 +110,7 @@ class Replay:
         row = group.prompt.index
         prompt = self.prompts.get(row)
         if prompt and prompt.sources:
-            prompt = with_images(prompt, run.processor, run.config)
+            prompt = with_tokens(prompt, run.processor, run.config)
         if not prompt or prompt.token_ids != group.prompt.token_ids:
             raise UserError(
                 f"replay: dataset row {row} is not the prompt that it was in {self.folder}"

@@ -14,9 +14,8 @@ from typing import Any
 
 from config import TrainConfig, UserError
 from rollouts.group import Prompt
-from rollouts.images import with_images
-from rollouts.processor import IMAGE, as_ids, as_text, placeholder_ids, tokenizer_of
-from rollouts.scoring import REWARD_ARGUMENTS, check_rewards
+from rollouts.images import with_tokens
+from rollouts.processor import IMAGE, placeholder_ids, tokenizer_of
 from utils import naming
 
 MOST_ROWS = 10_000_000  # of a generator, which may be endless
@@ -67,19 +66,17 @@ def load_rows(
         if len(rows) > MOST_ROWS:
             raise ValueError(f"it goes on after {MOST_ROWS} rows: let it end, or return fewer")
 
-    collate_fn: Any = config.collate_fn
-    if collate_fn:
-        with naming(f"dataset {name}, through collate_fn, which gets the list of all rows"):
-            rows = collate_fn(rows)
-    if not rows:
-        raise UserError(f"dataset {name} has no rows")
+        collate_fn: Any = config.collate_fn
+        if collate_fn:
+            with naming("through collate_fn, which gets the list of all rows"):
+                rows = collate_fn(rows)
+        if not rows:
+            raise ValueError("it has no rows")
     return rows
 
 
 def _rows_of_file(path: str) -> Any:
-    """The rows of a file, by the ending of its name, or of the file that it links to.
-
-    JSON has one in a line, or a list of all.
+    """The rows of a file, by the ending of its name. JSON has one in a line, or a list of all.
 
     Raises:
         ValueError: it has another ending; or a row of a table has more cells than its header.
@@ -87,8 +84,6 @@ def _rows_of_file(path: str) -> Any:
     """
     from datasets import Dataset
 
-    if not path.lower().endswith(ENDINGS):
-        path = os.path.realpath(path)
     name = path.lower()
     if not name.endswith(ENDINGS):
         raise ValueError(f"its name must end in one of {', '.join(ENDINGS)}")
@@ -101,17 +96,13 @@ def _rows_of_file(path: str) -> Any:
             if any(None in row for row in rows):  # the name of cells beyond the header's
                 raise ValueError("a row has more cells than the header has names")
             return rows
-        text = file.read()
+        text = file.read().strip()
 
     # `datasets` would turn strings that look like dates into dates.
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        with naming(f"line {number}"):
-            if line.strip():
-                rows.append(json.loads(line))
-    return rows
+    if not text.startswith("["):
+        lines = [line for line in text.split("\n") if line.strip()]
+        text = "[" + ",\n".join(lines) + "]"  # so that an error has the number of its line
+    return json.loads(text)
 
 
 def _without_nulls(value: Any, is_chat: bool) -> Any:
@@ -131,22 +122,35 @@ def _without_nulls(value: Any, is_chat: bool) -> Any:
     }
 
 
-def load_prompts(
-    source: str | Callable[[], Any], split: str, processor: Any, config: TrainConfig
-) -> list[Prompt]:
-    """One prompt a row, with its token ids and reward columns.
+def load_sets(
+    field: str, split: str, processor: Any, config: TrainConfig
+) -> dict[str, list[Prompt]]:
+    """The prompts of the data sets that a field names, by name; of a single one by "".
+
+    Their `index` goes on from one set to the next.
 
     Raises:
-        UserError: a row makes no prompt; names its number.
+        UserError: a row makes no prompt; names its set and number.
     """
-    rows = load_rows(source, split, config)
+    sources = getattr(config, field) or {}
+    if not isinstance(sources, dict):
+        sources = {"": sources}
     make = partial(make_prompt, processor=processor, config=config)
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(make, itertools.count(), rows))
+    numbers = itertools.count()
+    sets = {}
+    for name, source in sources.items():
+        where = f"{field} {name}".strip()
+        with naming(where), ThreadPoolExecutor() as pool:
+            prompts = list(pool.map(make, itertools.count(), load_rows(source, split, config)))
+        sets[name] = [
+            replace(prompt, index=next(numbers), set=name, place=f"row {prompt.index} of {where}")
+            for prompt in prompts
+        ]
+    return sets
 
 
 def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainConfig) -> Prompt:
-    """A row's prompt, tokenized, with its images as the dataset has them, and URLs as their bytes.
+    """A row's prompt, tokenized, with its images as the dataset has them.
 
     Raises:
         UserError: the row makes no prompt, or an image cannot be read; names its number.
@@ -156,12 +160,6 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
         names = config.extra_columns
         if names is None:
             names = [name for name in row if name not in NO_COLUMNS]
-        taken = {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())} & set(names)
-        if taken:
-            raise ValueError(
-                f"its column {taken.pop()} has the name of another argument of rewards: rename it"
-            )
-
         template = dict(config.chat_template_kwargs or {})
         with naming("its chat_template_kwargs must be a dictionary, and no text"):
             template |= row.get("chat_template_kwargs") or {}
@@ -170,15 +168,10 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
             tools = json.loads(tools)
         if tools:  # Llama's templates tell of tools even where the list is empty
             template["tools"] = tools  # which transformers checks
-        text, needs_beginning = as_text(processor, content, len(images), config, **template)
-        token_ids = as_ids(text, tokenizer_of(processor), needs_beginning)
-        prompt = Prompt(
-            index, token_ids, content, {name: row[name] for name in names}, images, template
-        )
+        columns = {name: row[name] for name in names}
 
-    if images:  # only so that a broken one shows at once: sampling does it again
-        prompt = replace(with_images(prompt, processor, config), images=None)
-    return prompt
+    prompt = with_tokens(Prompt(index, [], content, columns, images, template), processor, config)
+    return replace(prompt, images=None)  # a broken one has shown; sampling processes them again
 
 
 def _content_and_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -186,17 +179,42 @@ def _content_and_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
 
     Raises:
         ValueError: there is no prompt; a message has no role or content, or a part of another kind;
-            or images are given twice, or not for each place.
+            or images are given twice.
     """
     content = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(content, str | list) or content == []:
         raise ValueError(f"it has no `prompt`, a string or a list of messages: {row!r:.200}")
 
-    places: list[Any] = []  # of images in messages, each with its image, or None
-    if isinstance(content, list):
-        content = [_message(message, places) for message in content]
+    messages: list[Any] = []  # whose parts are text, or marks in the places of images
+    inside: list[Any] = []  # images of messages
+    for message in content if isinstance(content, list) else []:
+        match message:
+            case {"role": "assistant"} | {"role": str(), "content": str() | [_, *_]}:
+                parts = message.get("content") or ""
+            case _:
+                raise ValueError(f"it has a message without role or content: {message!r:.100}")
+        if isinstance(parts, str):
+            messages.append(message)
+            continue
 
-    inside = [image for image in places if image]
+        marked = []
+        for part in parts:
+            match part:
+                case {"type": "text", "text": str(text)}:
+                    marked.append({"type": "text", "text": text})
+                case {"type": "image" | "image_url"}:
+                    marked.append(IMAGE)
+                    image = part.get("image") or part.get("image_url")
+                    image = image or part.get("url") or part.get("path")
+                    if image:  # those of other marks are in a column
+                        inside.append(image)
+                case _:
+                    raise ValueError(
+                        "it has a message with a part neither of type text nor image: "
+                        f"{part!r:.100}"
+                    )
+        messages.append({**message, "content": marked})
+
     given = [images for images in (row.get("image"), row.get("images"), inside) if images]
     if len(given) > 1:
         raise ValueError(
@@ -205,41 +223,7 @@ def _content_and_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
     images = given[0] if given else []
     if not isinstance(images, list | tuple):
         images = [images]
-    if places and len(places) != len(images):
-        raise ValueError(
-            f"it has {len(images)} images for the {len(places)} places in its messages"
-        )
-    return content, list(images)
-
-
-def _message(message: Any, places: list[Any]) -> dict[str, Any]:
-    """A message whose parts are text, or marks in the places of images, which go to `places`.
-
-    Raises:
-        ValueError: it has no role or content, or a part of another kind.
-    """
-    match message:
-        case {"role": "assistant"} | {"role": str(), "content": str() | [_, *_]} if message["role"]:
-            content = message.get("content")
-        case _:
-            raise ValueError(f"it has a message without role or content: {message!r:.100}")
-    if not content or isinstance(content, str):
-        return message
-
-    parts = []
-    for part in content:
-        match part:
-            case {"type": "text", "text": str(text)}:
-                parts.append({"type": "text", "text": text})
-            case {"type": "image" | "image_url"}:
-                image = part.get("image") or part.get("image_url")
-                places.append(image or part.get("url") or part.get("path"))
-                parts.append(IMAGE)
-            case _:
-                raise ValueError(
-                    f"it has a message with a part neither of type text nor image: {part!r:.100}"
-                )
-    return {**message, "content": parts}
+    return messages or content, list(images)
 
 
 def leave_out_long(prompts: list[Prompt], max_len: int, config: TrainConfig) -> list[Prompt]:
@@ -248,21 +232,16 @@ def leave_out_long(prompts: list[Prompt], max_len: int, config: TrainConfig) -> 
     Raises:
         UserError: all prompts are left out.
     """
-    kept = []
-    left_out = []
-    for prompt in prompts:
-        if 0 < len(prompt.token_ids) <= max_len:
-            kept.append(prompt)
-        else:
-            left_out.append(prompt)
-    if left_out:
-        said = (
-            f"left out {len(left_out)} of {len(prompts)} prompts, empty or over {max_len} tokens, "
-            f"as {left_out[0].where}: raise max_tokens_per_gpu, or the --max-model-len of all "
-            f"servers, or lower max_completion_len={config.max_completion_len}"
-        )
-        if not kept:
-            raise UserError(said)
+    kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_len]
+    num_left_out = len(prompts) - len(kept)
+    said = (
+        f"left out {num_left_out} of {len(prompts)} prompts, empty or over {max_len} tokens: raise "
+        "max_tokens_per_gpu, or the --max-model-len of all servers, or lower "
+        f"max_completion_len={config.max_completion_len}"
+    )
+    if not kept:
+        raise UserError(said)
+    if num_left_out:
         print(said)
     return kept
 
@@ -294,44 +273,11 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         parts = [prompt.index, prompt.token_ids, prompt.columns, prompt.sources]
-        digest.update(json.dumps(parts, skipkeys=True, default=_stand_in).encode())
+        # In place of what JSON does not hold: bytes as text, of all else the type.
+        text = json.dumps(
+            parts,
+            skipkeys=True,
+            default=lambda value: repr(value) if type(value) is bytes else type(value).__name__,
+        )
+        digest.update(text.encode())
     return digest.hexdigest()
-
-
-def _stand_in(value: Any) -> str:
-    """In place of what JSON does not hold: bytes as text, of all else the type."""
-    return repr(value) if isinstance(value, bytes) else type(value).__name__
-
-
-def load_sets(
-    field: str, split: str, processor: Any, config: TrainConfig
-) -> dict[str, list[Prompt]]:
-    """The prompts of the data sets that a field names, by name; of a single one by "".
-
-    Raises:
-        UserError: a row makes no prompt, or a reward function does not take its columns.
-    """
-    sources = getattr(config, field) or {}
-    if not isinstance(sources, dict):
-        sources = {"": sources}
-    sets = {}
-    for name, source in sources.items():
-        where = f"{field} {name}".strip()
-        with naming(where):
-            prompts = load_prompts(source, split, processor, config)
-            check_rewards(prompts, config)
-        sets[name] = [
-            replace(prompt, set=name, place=f"row {prompt.index} of {where}") for prompt in prompts
-        ]
-    return sets
-
-
-def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
-    """The prompts of `dataset_id`; those of several sets numbered on, one after the other.
-
-    Raises:
-        UserError: as `load_sets`.
-    """
-    sets = load_sets("dataset_id", "train", processor, config)
-    prompts = itertools.chain.from_iterable(sets.values())
-    return [replace(prompt, index=index) for index, prompt in enumerate(prompts)]

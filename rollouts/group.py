@@ -66,11 +66,10 @@ class Completion:
         if self.prompt_ids is not None:
             self.prompt_ids = as_tokens(self.prompt_ids)
 
-        counts = [len(self.token_ids), len(self.sampler_logprobs), len(self.weight_versions)]
-        if len(set(counts)) > 1 or 0 in counts:
+        num_tokens = len(self.token_ids)
+        if not 0 < num_tokens == len(self.sampler_logprobs) == len(self.weight_versions):
             raise ValueError(
-                "a completion needs tokens, and as many sampler_logprobs and weight_versions: it "
-                f"has {counts}"
+                "a completion needs tokens, and as many sampler_logprobs and weight_versions"
             )
 
     def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
@@ -135,14 +134,15 @@ class Group:
     ref_logprobs: Tensor | None = None  # [n] float32, nats, if a part of the run gives them
 
     # By `fill`; of each rollout:
-    segments: list[list[Completion]] = field(init=False)
-    lengths: list[int] = field(init=False)  # tokens of its segments
-    num_sampled: list[int] = field(init=False)  # of them, those that a policy sampled
-    versions: list[list[int]] = field(init=False)  # the policies that sampled them, ascending
+    segments: Sequence[list[Completion]] = ()
+    lengths: Sequence[int] = ()  # tokens of its segments
+    num_sampled: Sequence[int] = ()  # of them, those that a policy sampled
+    versions: Sequence[list[int]] = ()  # the policies that sampled them, ascending
     # Of the group:
-    num_tokens: int = field(init=False)  # of all segments with their prompts, nothing shared
-    sequences: Any = field(init=False)  # for `pack`: the prompt, and of each rollout its pairs
-    tokens: TokenColumns = field(init=False)
+    oldest_version: int = -1  # of a policy that sampled a token
+    num_tokens: int = 0  # of all segments with their prompts, nothing shared
+    sequences: Any = None  # for `pack`: the prompt, and of each rollout its pairs
+    tokens: Any = None  # `TokenColumns`
 
     def __post_init__(self) -> None:
         if self.completions:
@@ -158,13 +158,10 @@ class Group:
         """
         self.completions = []
         self.segments = []
-        self.lengths = []
-        self.num_sampled = []
-        self.versions = []
         self.num_tokens = 0
-
         group_prompt = as_tokens(self.prompt.token_ids)
-        pairs_of_rollouts = []
+        sequences = []
+        versions = []
         for rollout in rollouts:
             segments = [rollout] if isinstance(rollout, Completion) else list(rollout)
             if not segments:
@@ -176,32 +173,29 @@ class Group:
                 prompt_ids = group_prompt if segment.prompt_ids is None else segment.prompt_ids
                 pairs.append((prompt_ids, segment.token_ids))
                 self.num_tokens += len(prompt_ids) + len(segment.token_ids)
-            pairs_of_rollouts.append(pairs)
+            sequences.append(pairs)
+            versions.append(torch.cat([segment.weight_versions for segment in segments]))
             self.segments.append(segments)
             self.completions.append(replace(segments[-1], info=info))
-            self.lengths.append(sum(len(segment.token_ids) for segment in segments))
 
-        self.sequences = (group_prompt, pairs_of_rollouts)
-        every_segment = list(chain.from_iterable(self.segments))
+        sampled = [of_rollout[of_rollout != ENVIRONMENT] for of_rollout in versions]
+        self.lengths = list(map(len, versions))
+        self.num_sampled = list(map(len, sampled))
+        self.versions = [of_rollout.unique().tolist() for of_rollout in sampled]
+        every_version = chain.from_iterable(self.versions)
+        self.oldest_version = min(every_version, default=self.started_version)
+        self.sequences = (group_prompt, sequences)
+        every_segment = chain.from_iterable(self.segments)
         self.tokens = TokenColumns(
             completion=torch.repeat_interleave(torch.tensor(self.lengths)),
-            sampler_logprobs=torch.cat([each.sampler_logprobs for each in every_segment]),
-            weight_versions=torch.cat([each.weight_versions for each in every_segment]),
+            sampler_logprobs=torch.cat([segment.sampler_logprobs for segment in every_segment]),
+            weight_versions=torch.cat(versions),
         )
-        for of_rollout in self.tokens.weight_versions.split(self.lengths):
-            sampled = of_rollout[of_rollout != ENVIRONMENT]
-            self.num_sampled.append(len(sampled))
-            self.versions.append(sampled.unique().tolist())
 
     @property
     def valid_rewards(self) -> list[float]:
         """The rewards of the completions that have one."""
         return [reward for reward in self.reward if not math.isnan(reward)]
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token of the group."""
-        return min(chain.from_iterable(self.versions), default=self.started_version)
 
 
 @dataclass

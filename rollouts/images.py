@@ -4,6 +4,7 @@ import base64
 import io
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import requests
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from config import TrainConfig, UserError
 from rollouts.group import Prompt
-from rollouts.processor import as_ids, as_text, tokenizer_of, with_beginning
+from rollouts.processor import as_text, missing_beginning, tokenizer_of
 from server.messages import MAX_IMAGES_BYTES, MAX_PIXELS
 from utils import naming
 
@@ -30,27 +31,20 @@ class Images:
     inputs: dict[str, Tensor]  # for the policy: `pixel_values` and the like, on the CPU
 
 
-def image_source(source: Any) -> Any:
-    """An image's bytes, path or base64, or a PIL image.
-
-    A URL is fetched; of the dictionaries of `datasets` the bytes, the path or the URL is taken.
-    """
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path") or source.get("url") or source
-    if isinstance(source, str | os.PathLike):
-        source = str(source).removeprefix("file://")
-        if source.startswith(("http://", "https://")):
-            reply = requests.get(source, timeout=30)
-            reply.raise_for_status()
-            return reply.content
-    return source
+@cache
+def fetched(url: str) -> bytes:
+    """The bytes behind a URL, asked for once a run."""
+    reply = requests.get(url, timeout=30)
+    reply.raise_for_status()
+    return reply.content
 
 
 def open_image(source: Any) -> Any:
     """A PIL image, upright and in RGB, transparent pixels on a white ground.
 
     Args:
-        source: a PIL image, bytes, a path, a data URI or its base64 alone.
+        source: a PIL image, bytes, a path, a URL, a data URI or its base64 alone; or a dictionary
+            that has one of them, as those of `datasets`.
 
     Raises:
         ValueError: it has more than 8 bits a channel, or more pixels than a server takes.
@@ -59,8 +53,13 @@ def open_image(source: Any) -> Any:
 
     image = source
     with naming(f"no image, path, URL, bytes or base64: {source!r:.100}"):
-        if isinstance(image, str) and not os.path.isfile(image):
-            image = base64.b64decode(image.rpartition(",")[2], validate=True)
+        if isinstance(image, dict):
+            image = image.get("bytes") or image.get("path") or image.get("url")
+        if isinstance(image, str):
+            if image.startswith(("http://", "https://")):
+                image = fetched(image)
+            elif not os.path.isfile(image):
+                image = base64.b64decode(image.rpartition(",")[2], validate=True)
         if not isinstance(image, Image.Image):
             image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
 
@@ -75,16 +74,25 @@ def open_image(source: Any) -> Any:
     return image.convert("RGB")
 
 
-def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
-    """The prompt with its images processed and its tokens expanded.
+def with_tokens(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
+    """The prompt with its tokens, and its images processed.
 
     Raises:
-        UserError: an image cannot be read, or has no place in the prompt, or they are more than a
-            server takes; names the row.
+        UserError: the chat template refuses it; an image cannot be read, or has no place in the
+            prompt, or they are more than a server takes; names the row.
     """
+    tokenizer = tokenizer_of(processor)
     with naming(prompt.where):
-        sources = list(map(image_source, prompt.sources))
-        images = list(map(open_image, sources))
+        images = list(map(open_image, prompt.sources))
+        text, needs_beginning = as_text(
+            processor, prompt.content, len(images), config, **prompt.template
+        )
+        server_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        beginning = missing_beginning(server_ids, tokenizer) if needs_beginning else []
+        server_ids = beginning + server_ids
+        if not images:
+            return replace(prompt, token_ids=server_ids)
+
         urls = []
         for image in images:
             file = io.BytesIO()
@@ -95,9 +103,6 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
                 f"its images have more than {MAX_IMAGES_BYTES >> 20} MiB, as PNG in base64: "
                 "make them smaller"
             )
-        text, needs_beginning = as_text(
-            processor, prompt.content, len(images), config, **prompt.template
-        )
         # Gemma3's templates write boi_token, others image_token.
         num_places = 0
         for name in ("boi_token", "image_token"):
@@ -111,19 +116,14 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
             text=[text], images=[images], add_special_tokens=False, return_tensors="pt"
         )
 
-    token_ids = with_beginning(
-        batch["input_ids"][0].tolist(), tokenizer_of(processor), needs_beginning
-    )
-    inputs = {name: batch[name] for name in batch if name not in TEXT_INPUTS}
+    prompt = replace(prompt, token_ids=beginning + batch["input_ids"][0].tolist())
     return replace(
         prompt,
-        token_ids=token_ids,
-        sources=sources,
         images=Images(
-            server_ids=as_ids(text, tokenizer_of(processor), needs_beginning),
-            num_tokens=len(token_ids),
+            server_ids,
+            num_tokens=len(prompt.token_ids),
             urls=urls,
-            inputs=inputs,
+            inputs={name: batch[name] for name in batch if name not in TEXT_INPUTS},
         ),
     )
 
@@ -138,7 +138,7 @@ def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) ->
             raise UserError("freeze_vision_tower has no effect: no prompt has an image")
         return None
     shortest = min(with_sources, key=lambda prompt: len(prompt.token_ids))
-    return with_images(shortest, processor, config)
+    return with_tokens(shortest, processor, config)
 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:

@@ -114,8 +114,8 @@ def as_text(
     for name in template:
         if not re.search(rf"\b{name}\b", str(chat_template)):
             raise ValueError(f"no chat template reads its {name} here: leave it out")
-    if processor is not tokenizer and isinstance(processor.chat_template, str):
-        template["chat_template"] = processor.chat_template
+    if isinstance(chat_template, str):
+        template["chat_template"] = chat_template  # a processor's own, where it has one
     if isinstance(content, str):
         if not chat_template:
             return content, True
@@ -134,8 +134,11 @@ def as_text(
         if messages.pop().get("tool_calls") or not messages:
             raise ValueError("its last message calls tools, or is its only one: nothing goes on")
 
+    has_places = any(IMAGE in message["content"] for message in messages)
     takes_images = hasattr(processor, "image_processor")
-    if takes_images and not any(IMAGE in message["content"] for message in messages):
+    if has_places and not takes_images:
+        raise ValueError("it has an image in a message, and the model takes text alone")
+    if takes_images and not has_places:
         for message in messages:
             if message["role"] == "user":
                 message["content"] = [IMAGE] * num_images + message["content"]
@@ -150,8 +153,8 @@ def as_text(
 
     text = render(messages)
     _check_shown(messages, render)
-    for length in range(len(prefill), 1, -1):
-        if text.endswith(prefill[:length]) and len(prefill[:length].strip()) > 1:
+    for length in range(len(prefill), 2, -1):
+        if text.endswith(prefill[:length]):
             prefill = prefill[length:]  # the template has opened it
             break
     return text + prefill, takes_images  # LLaVA's template leaves BOS to the tokenizer
@@ -167,40 +170,30 @@ def _check_shown(
 ) -> None:
     """Raise ValueError for a text of which the template shows nothing, not even its end."""
     marked = copy.deepcopy(messages)
-    texts: list[tuple[str, str, str]] = []  # each with its role and, in `marked`, a mark at its end
+    texts: dict[str, str] = {}  # by the mark at their end
     for message in marked:
         for part in message["content"]:
             text = part.get("text", "")
             if text.strip():
                 mark = f"mark{len(texts):06}"
+                texts[mark] = text
                 part["text"] = text + mark
-                texts.append((message["role"], text, mark))
 
     shown = render(marked)
-    for role, text, mark in texts:
+    for mark, text in texts.items():
         if mark not in shown:
-            raise ValueError(f"the chat template shows nothing of its {role} message {text!r:.100}")
+            raise ValueError(f"the chat template shows nothing of its message {text!r:.100}")
 
 
 # -- From text to tokens ---------------------------------------------------------------------------
 
 
-def as_ids(text: str, tokenizer: Any, needs_beginning: bool) -> list[int]:
-    """The token ids of a prompt, with the tokenizer's beginning before them where that is needed.
+def missing_beginning(token_ids: list[int], tokenizer: Any) -> list[int]:
+    """The ids that still have to come before a prompt: mostly BOS or none.
 
-    Tokens that a tokenizer adds to ends (EOS) are left out: the completion goes on from there.
+    Tokens that a tokenizer adds to ends (EOS) are none: the completion goes on from there.
     """
-    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return with_beginning(token_ids, tokenizer, needs_beginning)
-
-
-def with_beginning(token_ids: list[int], tokenizer: Any, needs_beginning: bool) -> list[int]:
-    """A prompt's ids behind those that have to come first, mostly BOS or none."""
-    if not needs_beginning:
-        return token_ids
     first = tokenizer("a", add_special_tokens=False)["input_ids"][0]
     whole = tokenizer("a")["input_ids"]
     beginning = whole[: whole.index(first)]
-    if token_ids[: len(beginning)] == beginning:
-        return token_ids
-    return beginning + token_ids
+    return [] if token_ids[: len(beginning)] == beginning else beginning

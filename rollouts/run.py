@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -14,7 +15,7 @@ from rollouts import data
 from rollouts.group import Group, Prompt, RolloutFailed
 from rollouts.processor import hold_date, load_processor, placeholder_ids, tokenizer_of
 from rollouts.sampling import sample_group, sampling_params
-from rollouts.scoring import Failures, Scorer
+from rollouts.scoring import Failures, Scorer, check_rewards
 from rollouts.servers import ServerPool
 from training.loading import load_model_config
 from utils import naming
@@ -104,10 +105,12 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
         rope_limit=rope_limit(model_config),
     )
 
-    prompts = data.load_train_set(processor, config)
+    sets = data.load_sets("dataset_id", "train", processor, config)
     held_out = data.load_sets("eval_dataset_id", "test", processor, config)
-    for found in (prompts, *held_out.values()):
+    for found in (*sets.values(), *held_out.values()):
+        check_rewards(found, config)
         data.check_vocabulary(found, processor, model_config)
+    prompts = list(chain.from_iterable(sets.values()))
     longest = min(config.max_tokens_per_gpu, pool.wait_until_ready(sampling_params(config)))
     max_len = longest - config.max_completion_len
     prompts = data.leave_out_long(prompts, max_len, config)

@@ -7,7 +7,7 @@ from typing import Any
 from config import TrainConfig
 from rollouts.custom import fill_by_rollout_fn
 from rollouts.group import FOREIGN, Group, RolloutFailed
-from rollouts.images import with_images
+from rollouts.images import with_tokens
 from rollouts.servers import ServerPool
 from vllm_client import Server, ServerError, ServerLost, State
 
@@ -39,7 +39,7 @@ def sample_group(
         ServerError: as `on_one_server`.
     """
     if group.prompt.sources:
-        group.prompt = with_images(group.prompt, processor, config)
+        group.prompt = with_tokens(group.prompt, processor, config)
     sampling = sampling_params(config) | instead
     if config.max_staleness == 0 and not config.rollout_fn:
         # vLLM samples completion i with seed + i, and takes 63 bits. So the seeds of two groups are

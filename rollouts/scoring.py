@@ -30,23 +30,22 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
     """Try each reward function's signature on the columns of every row.
 
     Raises:
-        UserError: a function cannot be called with them, or not be sent to a worker.
+        UserError: a function cannot be called with them, or not be sent to a worker; or a column
+            has the name of another argument.
     """
     # The first row with each set of columns.
-    row_of_columns = {tuple(prompt.columns): prompt.index for prompt in reversed(prompts)}
+    row_of_columns = {tuple(prompt.columns): prompt.where for prompt in reversed(prompts)}
 
+    own = dict.fromkeys([*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())])
     function: Any
     for function in config.reward_funcs:
         for columns, row in row_of_columns.items():
-            arguments = dict.fromkeys([*REWARD_ARGUMENTS, *columns])
-            with naming(
-                f"reward {function.__name__} on dataset row {row}, which gives it "
-                f"{', '.join(arguments)}"
-            ):
+            names = ", ".join([*own, *columns])
+            with naming(f"reward {function.__name__} on {row}, which gives it {names}"):
                 for signature in signatures(function):
                     # With a rollout_fn, the `info` of its rollouts may give it the missing ones.
                     bind = signature.bind_partial if config.rollout_fn else signature.bind
-                    bind(**arguments)
+                    bind(**own, **dict.fromkeys(columns))  # a TypeError names one given twice
                 packed(function, {})
 
 

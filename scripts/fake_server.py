@@ -51,8 +51,7 @@ class FakeServer:
         stages: take updates while sampling goes on, and pause to put them in place alone.
         can_sleep: say that it can sleep; it then samples nothing, and at level 2 loses its weights, until an update.
         fault: called with each path before it is served, and in an update with `/update/arrived` and `/update/placed`;
-            raising an exception answers 500.
-        refused: called with each path; where it says so, the answer is 403.
+            raising an exception answers 500, PermissionError 403.
         versions: the weights received, by version.
         naps: levels of the requests to sleep.
         trainer: the name of the trainer that has it; empty where its connection is closed.
@@ -67,7 +66,6 @@ class FakeServer:
     stages: bool = False
     can_sleep: bool = False
     fault: Callable[[str], None] = lambda path: None
-    refused: Callable[[str], bool] = lambda path: False
     temperature: float = 1.0
     url: str = ""
     versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -252,7 +250,7 @@ class Sink(FakeServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: "_Listener"
+    server: Any  # whose `fake` it is
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
@@ -269,9 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
         fake.log.append((self.path, time.monotonic()))
         try:
             fake.fault(self.path)
-            if fake.refused(self.path):
-                self.reply(403, b'{"error": "refused"}')
-            elif self.path == "/connect":
+            if self.path == "/connect":
                 self.connect(msgspec.json.decode(body, type=ConnectRequest))
             elif self.path == "/sample":
                 found = fake.sample(msgspec.json.decode(body, type=SampleRequest))
@@ -291,7 +287,8 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             self.reply(400, msgspec.json.encode({"error": repr(error)}))
         except Exception as error:
-            self.reply(500, msgspec.json.encode({"error": repr(error)}))
+            status = 403 if isinstance(error, PermissionError) else 500
+            self.reply(status, msgspec.json.encode({"error": repr(error)}))
 
     def connect(self, request: ConnectRequest) -> None:
         """Tell about the server, which is a trainer's until that hangs up."""
@@ -320,21 +317,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-class _Listener(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, fake: FakeServer, address: tuple[str, int]):
-        super().__init__(address, _Handler)
-        self.fake = fake
-        fake.url = f"http://{address[0]}:{self.server_address[1]}"
-
-
 @contextmanager
 def serving(
     fake: FakeServer, address: tuple[str, int] = ("127.0.0.1", 0), poll_s: float = 0.05
 ) -> Iterator[FakeServer]:
     """Serve from threads of this process, by default on a free port of loopback, while the block runs."""
-    server = _Listener(fake, address)
+    server: Any = ThreadingHTTPServer(address, _Handler)
+    server.fake = fake
+    fake.url = f"http://{address[0]}:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(poll_s,), daemon=True)
     thread.start()
     try:

@@ -3,7 +3,7 @@
 # Parts, all of them in this order where none is given, each in under nine minutes and with a JSON of its own in FOLDER
 # (default outputs/gpu), which is written row by row:
 #   tests          the tests marked gpu
-#   micro          attention, head and a decoder layer alone, beside their rivals
+#   micro          attention and head alone, beside their rivals
 #   prefix SIZE    shared against repeated prompts, 1.5B or 8B; without SIZE both
 #   steps          a trainer's step at the shapes of published ones
 #   trees          a step over the packed prefix trees of TRL 1.16, and over our rows

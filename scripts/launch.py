@@ -152,12 +152,6 @@ def base_folder(config: TrainConfig) -> str:
     return os.path.join(config.output_dir, "base")
 
 
-def base_command(words: list[str], config: TrainConfig) -> list[str]:
-    """The command that writes it, at each start anew."""
-    script = os.path.relpath(ROOT / "scripts" / "dequantize.py")
-    return [sys.executable, script, base_folder(config), *words]
-
-
 def server_words(args: argparse.Namespace, config: TrainConfig, has_gpu: bool = True) -> list[str]:
     """The command line of a server of the recipe's model, but for its port."""
     path = Path(config.model_id) / "config.json"
@@ -383,7 +377,10 @@ def main(argv: list[str]) -> None:
             print(f"sbatch {shlex.quote(str(args.slurm))}")
             return
         servers, training = commands(args, trainer, config)
-        preparation = base_command(words, config) if servers and config.base_4bit else []
+        preparation: list[str] = []
+        if servers and config.base_4bit:  # its base is written at each start anew
+            script = os.path.relpath(ROOT / "scripts" / "dequantize.py")
+            preparation = [sys.executable, script, base_folder(config), *words]
         if not args.print:
             folder = Path(config.output_dir)
             if not args.doctor:

@@ -36,33 +36,23 @@ OF_POLICY = (
 IDLE: Any = SimpleNamespace(step=lambda: None)  # a schedule of no learning rate
 
 
-class Recorder:
-    """In place of an optimizer: keeps the gradient, in fp64 and in one piece, and changes nothing."""
-
-    def __init__(self, policy: Any):
-        self.weights = [p for p in policy.parameters() if p.requires_grad]
-        self.param_groups = [{"lr": 0.0}]
-        self.gradient = torch.zeros(sum(w.numel() for w in self.weights), dtype=torch.float64)
-
-    def step(self) -> None:
-        """Keep it."""
-        parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in self.weights]
-        self.gradient = torch.cat([part.flatten().double().cpu() for part in parts])
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Make ready for the next."""
-        for weight in self.weights:
-            weight.grad = None
-
-
 def gradient(
     policy: Any, reference: Any, rows: list[MicroBatch], config: TrainConfig, device: torch.device
 ) -> Tensor:
-    """The gradient of one batch, normalized and not clipped; 0 where it is not finite."""
-    recorder = Recorder(policy)
+    """The gradient of one batch in fp64, normalized and not clipped; 0 where it is not finite."""
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
+    idle_optimizer = torch.optim.SGD(weights, lr=0.0)
+    found = torch.zeros(sum(weight.numel() for weight in weights), dtype=torch.float64)
+
+    def keep(*_: Any) -> None:
+        parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+        found.copy_(torch.cat([part.flatten().double().cpu() for part in parts]))
+
+    idle_optimizer.register_step_pre_hook(keep)
     torch.manual_seed(0)  # the same dropout for both
-    train_batch(policy, reference, recorder, IDLE, rows, replace(config, grad_norm=0.0), device)
-    return recorder.gradient
+    unclipped = replace(config, grad_norm=0.0)
+    train_batch(policy, reference, idle_optimizer, IDLE, rows, unclipped, device)
+    return found
 
 
 def compare(configs: list[TrainConfig], num_steps: int | None) -> None:

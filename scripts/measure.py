@@ -1,6 +1,6 @@
 """Measure how dense code is to read: nodes of the syntax tree a line, tricks, names, docstrings.
 
-    python scripts/measure.py [--list] [--each] FILE_OR_FOLDER ...
+    python scripts/measure.py [--list] FILE_OR_FOLDER ...
 
 Each figure counts something at which readers stopped and read again. Annotations and docstrings
 are left out.
@@ -18,7 +18,7 @@ are left out.
   first line      mean number of words in the first lines of docstrings
   riddles, %      of those first lines that begin with What, Where, Whether, Those, Whatever or How
 
-`--list` names the places, `--each` has a line for each file.
+`--list` names the places.
 """
 
 import argparse
@@ -267,16 +267,8 @@ def main() -> None:
     )
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--list", action="store_true", help="name the places")
-    parser.add_argument("--each", action="store_true", help="a line for each file, too")
     args = parser.parse_args()
     counts = counts_of(args.paths)
-    if args.each:
-        for path in args.paths:
-            for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-                figures = figures_of([file])
-                shown = ("nodes", "nodes/line", "two tricks, %", "nested")
-                words = [f"{name} {figures[name]:.1f}" for name in shown]
-                print(f"{file!s:44s} {'  '.join(words)}")
     if args.list:
         print("\n".join(counts.places))
 

@@ -8,6 +8,7 @@ What stands before the first table stays.
 import argparse
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,28 +49,21 @@ def shape(name: str) -> Qwen2Config:
     )  # fmt: skip
 
 
-def cell(variants: Variants, card_gb: int, placement: Placement) -> str:
-    """What fits on a card."""
-    plan = variants.best(card_gb, placement)
-    if not plan:
-        return NOTHING
-    more = [WORDS[name] for name in plan.changes if name in WORDS]
-    if 0 < plan.num_sequences < SEQUENCES[0]:
-        more.append(f"{plan.num_sequences} sequences")
-    return ", ".join([f"{plan.num_tokens:,}", *more])
-
-
 def cells_of(size: str, kind: str) -> dict[tuple[int, Placement], str]:
-    """All cells of a size and a kind of training, by card and placement."""
-    changes = KINDS[kind]
-    config = replace(gsm8k, model_id=f"Qwen/Qwen2.5-{size}-Instruct", **changes)
+    """What fits, of a size and a kind of training, by card and placement."""
+    config = replace(gsm8k, model_id=f"Qwen/Qwen2.5-{size}-Instruct", **KINDS[kind])
     allowed = [each for each in CHANGES if ("use_peft" in each) == config.use_peft]
     variants = Variants(config, shape(size), [{}, *allowed])
-    return {
-        (card_gb, placement): cell(variants, card_gb, placement)
-        for card_gb in CARDS
-        for placement in Placement
-    }
+    cells = {}
+    for card_gb, placement in product(CARDS, Placement):
+        plan = variants.best(card_gb, placement)
+        words = [f"{plan.num_tokens:,}"] if plan else [NOTHING]
+        if plan:
+            words += [WORDS[name] for name in plan.changes if name in WORDS]
+        if plan and 0 < plan.num_sequences < SEQUENCES[0]:
+            words.append(f"{plan.num_sequences} sequences")
+        cells[card_gb, placement] = ", ".join(words)
+    return cells
 
 
 def tables_of(sizes: list[str]) -> str:

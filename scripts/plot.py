@@ -10,10 +10,8 @@ on a dark page.
 """
 
 import argparse
-import difflib
 import json
 import math
-import re
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
@@ -146,22 +144,6 @@ def draw(
         axes.plot(places, smoothed(values, window), label=label, **style, **ON_TOP)
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write a figure; an SVG with its places to a hundredth of a point, and without the date."""
-    if path.suffix != ".svg":
-        figure.savefig(path, dpi=160)
-        return
-    figure.savefig(path, metadata={"Date": None})
-
-    def rounded(found: re.Match[str]) -> str:
-        if found[0].startswith(">"):
-            return found[0]  # text, which stands between > and <
-        return f"{float(found[0]):.2f}"
-
-    picture = re.sub(r">[^<]*<|\d+\.\d{3,}", rounded, path.read_text(encoding="utf-8"))
-    path.write_text(picture, encoding="utf-8")
-
-
 def plot(
     runs: dict[str, Rows], labels: list[str], names: list[str], x: str, window: int, path: Path
 ) -> None:
@@ -173,9 +155,7 @@ def plot(
     present = {name for rows in runs.values() for name in metric_names(rows)}
     for name in [*names, x]:
         if name not in present:
-            near = difflib.get_close_matches(name, present, n=1)
-            cure = f": did you mean {near[0]}?" if near else "; `info` lists all"
-            sys.exit(f"error: no run has {name}{cure}")
+            sys.exit(f"error: no run has {name}: there are {', '.join(sorted(present))}")
     panels = [(name,) for name in names] or SUMMARY
     columns = 3 if len(panels) == 3 else min(len(panels), 2)  # no place stays empty
     num_rows = math.ceil(len(panels) / columns)
@@ -204,7 +184,8 @@ def plot(
         axes.set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path)
+    # The same numbers give the same file.
+    figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def print_line(name: str, rows: list[dict[str, Any]], metric: str) -> None:

@@ -8,12 +8,13 @@ exit status is 1 where a name is missing.
 
 What is imported from vLLM, and attributes of imported modules, are found in our own sources. What
 is imported under one name from two places, as it has moved, must be in one of them. Objects that
-vLLM hands to us tell no class: METHODS names them.
+vLLM hands to us tell no class: METHODS names them, by the class that defines a method.
 """
 
 import argparse
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -23,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = [ROOT / "vllm_server.py", *sorted((ROOT / "server").glob("*.py"))]
 
 METHODS = {
-    "vllm.engine.arg_utils.AsyncEngineArgs": ["add_cli_args", "from_cli_args"],
+    "vllm.engine.arg_utils.AsyncEngineArgs": ["add_cli_args"],
+    "vllm.engine.arg_utils.EngineArgs": ["from_cli_args"],
     "vllm.v1.engine.async_llm.AsyncLLM": [
         "from_engine_args", "add_request", "abort", "check_health", "shutdown",
         "pause_generation", "resume_generation", "sleep", "wake_up", "update_weight_version",
@@ -58,96 +60,48 @@ OPTIONS = [
     "served_model_name",
 ]  # fmt: skip
 
-
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
 # -- vLLM's sources --------------------------------------------------------------------------------
 
 
-class Sources:
-    """vLLM in a folder, read file by file; `folder` holds `vllm/`."""
+def file_of(folder: Path, module: str) -> Path | None:
+    """The file of a module; None where there is none."""
+    base = folder.joinpath(*module.split("."))
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.exists():
+            return path
+    return None
 
-    def __init__(self, folder: Path):
-        self.folder = folder
 
-    def path(self, name: str) -> Path | None:
-        """The file of a module; None where there is none."""
-        base = self.folder.joinpath(*name.split("."))
-        for path in (base.with_suffix(".py"), base / "__init__.py"):
-            if path.exists():
-                return path
-        return None
+def find(folder: Path, name: str) -> str | None:
+    """The arguments of what has a dotted name; None where its module neither defines nor imports it.
 
-    def find(self, name: str) -> str | None:
-        """The arguments of what has a dotted name, empty for what takes none; None where nothing has it."""
-        module, rest = name, list[str]()
-        while module:
-            path = self.path(module)
-            if path:
-                if not rest:
-                    return ""
-                found = self._find_in(_tree(path), rest, path)
-                # A module may give it by `__getattr__`.
-                is_lazy = f'"{rest[0]}"' in path.read_text()
-                return "" if found is None and is_lazy else found
-            module, _, last = module.rpartition(".")
-            rest = [last, *rest]
-        return None
+    They are empty for what takes none, and for what comes from another module.
+    """
+    module, names = name, list[str]()
+    while module:
+        path = file_of(folder, module)
+        if path:
+            return _find_in(ast.parse(path.read_text()).body, names)
+        module, _, last = module.rpartition(".")
+        names = [last, *names]
+    return None
 
-    def _find_in(self, body: list[ast.stmt], rest: list[str], path: Path) -> str | None:
-        """As `find`, in the body of a module or of a class."""
-        first, *inner = rest
-        for node in _statements(body):
-            if isinstance(node, FUNCTIONS) and node.name == first:
-                return _arguments(node)
-            if isinstance(node, ast.ClassDef) and node.name == first:
-                return self._find_in_class(node, inner, path)
-            if first in _assigned(node):
-                return ""
-            origin = self._origin(node, first, path)
-            if origin:
-                return self.find(".".join([origin, *inner]))
-        return None
 
-    def _find_in_class(self, node: ast.ClassDef, inner: list[str], path: Path) -> str | None:
-        """As `find`: of a class itself, or of a method, which a base may have."""
-        found = self._find_in(node.body, inner or ["__init__"], path)
-        if not inner:
-            return found or ""
-        for base in node.bases:
-            if found is None:
-                name = ast.unparse(base).partition("[")[0]
-                found = self._find_in(_tree(path), [*name.split("."), *inner], path)
-        return found
-
-    def _origin(self, node: ast.stmt, name: str, path: Path) -> str:
-        """The dotted name of what a statement imports as `name`, or nothing."""
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            return ""
-        base = ""
-        if isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parent = path.parents[node.level - 1].relative_to(self.folder)
-                base = ".".join([*parent.parts, base]).rstrip(".")
-            if not base.startswith("vllm"):
-                return ""
-        for alias in node.names:
-            if (alias.asname or alias.name) == name:
-                return f"{base}.{alias.name}".lstrip(".")
+def _find_in(body: list[ast.stmt], names: list[str]) -> str | None:
+    """As `find`, in the body of a module or of a class."""
+    if not names:
         return ""
-
-    @cache  # noqa: B019  # as long as the script runs
-    def text(self) -> str:
-        """All of vLLM's options, as text."""
-        folders = ("engine", "config")
-        paths = [path for name in folders for path in (self.folder / "vllm" / name).rglob("*.py")]
-        return "\n".join(path.read_text() for path in paths)
-
-
-@cache
-def _tree(path: Path) -> list[ast.stmt]:
-    return ast.parse(path.read_text()).body
+    first, *inner = names
+    text = ""  # of what else may give it: a table of `__getattr__`, too
+    for node in _statements(body):
+        if isinstance(node, ast.ClassDef) and node.name == first:
+            found = _find_in(node.body, inner or ["__init__"])
+            return found if inner else found or ""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == first:
+            return _arguments(node)
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign):
+            text += ast.unparse(node) + "\n"
+    return "" if re.search(rf"\b{first}\b", text) else None
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -157,14 +111,6 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
         for name in ("body", "orelse", "handlers", "finalbody"):
             if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
                 yield from _statements(getattr(node, name, []))
-
-
-def _assigned(node: ast.stmt) -> set[str]:
-    """Names that a statement gives a value."""
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    if isinstance(node, ast.AnnAssign):
-        targets = [node.target]
-    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -196,7 +142,7 @@ def touched() -> dict[tuple[str, ...], str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 modules = imported.get(node.value.id, ())
-                if any(installed().path(module) for module in modules):
+                if any(file_of(installed(), module) for module in modules):
                     names = tuple(f"{module}.{node.attr}" for module in modules)
                     found.setdefault(names, f"{path.name}:{node.lineno}")
     for owner, methods in METHODS.items():
@@ -206,34 +152,31 @@ def touched() -> dict[tuple[str, ...], str]:
 
 
 @cache
-def installed() -> Sources:
-    """The installed vLLM."""
+def installed() -> Path:
+    """The folder that holds the installed vLLM."""
     spec = importlib.util.find_spec("vllm")
     if not spec or not spec.origin:
         sys.exit("error: vLLM is not installed")
-    return Sources(Path(spec.origin).parent.parent)
+    return Path(spec.origin).parent.parent
 
 
-def _first(sources: Sources, names: tuple[str, ...]) -> str | None:
-    """The arguments of the first of some names that is there."""
-    found = [sources.find(name) for name in names]
-    return next((arguments for arguments in found if arguments is not None), None)
-
-
-def compare(here: Sources, there: Sources) -> list[tuple[str, str, str]]:
+def compare(here: Path, there: Path) -> list[tuple[str, str, str]]:
     """Each name that we touch, with our place, and what is wrong with it there."""
     rows = []
     for names, place in sorted(touched().items()):
-        ours = _first(here, names)
-        theirs = _first(there, names)
-        fault = ""
-        if theirs is None:
-            fault = "missing"
-        elif ours is not None and ours != theirs:
-            fault = f"changed: ({theirs}), was ({ours})"
+        ours = [find(here, name) for name in names]
+        theirs = [find(there, name) for name in names]
+        fault = "missing"
+        if theirs != [None] * len(names):
+            known = [pair for pair in zip(theirs, ours, strict=True) if all(pair)]
+            changed = [f"changed: ({a}), was ({b})" for a, b in known if a != b]
+            fault = "".join(changed)
         rows.append((" or ".join(names), place, fault))
+
+    folders = (there / "vllm" / "engine", there / "vllm" / "config")
+    text = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     for word in OPTIONS:
-        rows.append((word, "option", "" if word in there.text() else "missing"))
+        rows.append((word, "option", "" if word in text else "missing"))
     return rows
 
 
@@ -244,7 +187,7 @@ def main() -> None:
     )
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="holds another `vllm/`")
     args = parser.parse_args()
-    rows = compare(installed(), Sources(args.against) if args.against else installed())
+    rows = compare(installed(), args.against or installed())
     for name, place, fault in rows:
         print(f"{name:<95}{place:<22}{fault or 'as it is'}")
     faults = [fault for _, _, fault in rows if fault]

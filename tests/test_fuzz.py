@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_config import make as make_config
 
 from config import TrainConfig, UserError, parse_args
-from rollouts.data import leave_out_long, load_prompts
+from rollouts.data import leave_out_long, load_sets
 from rollouts.group import Completion
 from server.messages import Sampled
 from vllm_client import ServerError, completion_of
@@ -59,9 +59,10 @@ ROWS = st.fixed_dictionaries({}, optional=PROMPTS | {"image": JSON, "images": JS
 @pytest.mark.parametrize("processor", [make_tokenizer(), build_processor()], ids=["text", "vision"])
 @given(rows=st.lists(ROWS | JSON, max_size=3))
 def test_rows(processor, rows):
-    config = make_config(max_completion_len=4)
+    config = make_config(max_completion_len=4, dataset_id=lambda: rows)
     with suppress(UserError):
-        prompts = leave_out_long(load_prompts(lambda: rows, "train", processor, config), 50, config)
+        prompts = load_sets("dataset_id", "train", processor, config)[""]
+        prompts = leave_out_long(prompts, 50, config)
         assert all(0 < len(prompt.token_ids) <= 50 for prompt in prompts)
 
 

@@ -37,15 +37,14 @@ import prefix_attention
 from config import TrainConfig, UserError, to_json
 from recipes.replay import Replay, save
 from recipes.tiny_vlm import squares
-from rollouts.data import check_vocabulary, leave_out_long, load_prompts
+from rollouts.data import check_vocabulary, leave_out_long, load_sets
 from rollouts.group import Completion, Group, Prompt, version_spans
 from rollouts.images import (
     Images,
     image_example,
-    image_source,
     joined_images,
     open_image,
-    with_images,
+    with_tokens,
 )
 from rollouts.processor import hold_date, load_processor
 from rollouts.rollouts import Rollouts
@@ -98,14 +97,14 @@ def make_config(model="m", url="http://x", **fields):
 
 def processed(prompt, processor=None, config=None):
     """The prompt with its images, as it is when it is sampled; and these."""
-    prompt = with_images(prompt, processor or build_processor(), config or make_config())
+    prompt = with_tokens(prompt, processor or build_processor(), config or make_config())
     assert prompt.images
     return prompt, prompt.images
 
 
 def load(source, max_prompt_len=100, processor=None, **fields):
-    config = make_config(**fields)
-    prompts = load_prompts(source, "train", processor or build_processor(), config)
+    config = make_config(dataset_id=source, **fields)
+    (prompts,) = load_sets("dataset_id", "train", processor or build_processor(), config).values()
     return leave_out_long(prompts, max_prompt_len, config)
 
 
@@ -142,7 +141,7 @@ def test_a_saved_group_gets_its_images_back(tmp_path):
     prompts, processor = load(rows), build_processor()
     config = make_config(batch_size=1, output_dir=str(tmp_path), parts=["recipes.replay.save"])
     completion = Completion([5, 6], [-1.0, -0.5], "stop", 0)
-    prompt = with_images(prompts[2], processor, config)
+    prompt = with_tokens(prompts[2], processor, config)
     group = Group(prompt, [completion], rewards=table([[1.0]]), advantages=[0.5])
     of_run = {"config": config, "before": {"step": 0}, "prompts": prompts, "processor": processor}
     run: Any = SimpleNamespace(**of_run, on_step=[])
@@ -170,7 +169,7 @@ def test_images_in_every_shape(tmp_path):
     url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
     of_dataset = [{"bytes": content, "path": None}, {"bytes": None, "path": str(path)}]
     for source in (original, str(path), content, url, *of_dataset):
-        assert open_image(image_source(source)).tobytes() == original.tobytes()
+        assert open_image(source).tobytes() == original.tobytes()
     assert open_image(original.convert("L")).mode == "RGB"
     turned = tmp_path / "turned.jpg"
     exif = Image.Exif()
@@ -214,7 +213,7 @@ def test_images_inside_messages_keep_the_arguments_of_the_template(tmp_path):
     assert len(prompt.sources) == 2
     assert json.dumps(prompt.content)  # for completions.jsonl
     assert processor.tokenizer.decode(prompt.token_ids).endswith("(no thought)")
-    assert with_images(prompt, processor, make_config()).token_ids == prompt.token_ids
+    assert with_tokens(prompt, processor, make_config()).token_ids == prompt.token_ids
 
 
 def test_images_that_no_server_takes_name_their_row(monkeypatch):
@@ -269,7 +268,7 @@ def test_a_dataset_of_images(tmp_path):
         table.to_parquet(tmp_path / "a.parquet")
         prompts = load(str(tmp_path / "a.parquet"))
         assert [len(prompt.sources) for prompt in prompts] == counts
-        assert isinstance(prompts[0].sources[0], bytes)
+        assert isinstance(prompts[0].sources[0]["bytes"], bytes)
 
 
 def as_png(image):
@@ -288,7 +287,11 @@ BROKEN = [
     ({"prompt": "a", "image": as_png(picture(0))[:-2000]}, "OSError: .*truncated"),
     ({"prompt": "a", "image": "b.png", "images": ["c.png"]}, "it has images in two places"),
     ({"prompt": [user([{"type": "image", "image": "a"}])], "image": "b"}, "images in two places"),
-    ({"prompt": [user([PLACE])]}, "has 0 images for the 1 places in its messages"),
+    ({"prompt": [user([PLACE])], "images": ["b", "c"]}, NO_IMAGE + "'b'"),
+    (
+        {"prompt": [user([PLACE])], "images": [picture(0), picture(1)]},
+        "1 places for its 2 images",
+    ),
     ({"prompt": [user("<|image_pad|>")], "image": picture(0)}, "2 places for its 1 images"),
 ]
 
@@ -299,11 +302,13 @@ def test_broken_rows_are_named(row, message):
         load(lambda: [{"prompt": "fine"}, row])
 
 
-@pytest.mark.parametrize("token", ["image_pad", "video_pad"])
+@pytest.mark.parametrize("token", ["image", "image_pad", "video_pad"])
 def test_placeholders_without_images_are_refused(vlm, token):
     processor = build_processor()
     image = picture(0) if token == "video_pad" else None
     row = {"prompt": f"look: <|{token}|>", "image": image}
+    if token == "image":
+        row = {"prompt": [user([PLACE])]}
     prompts = load(lambda: [*rows(), row], processor=processor)
     model_config = AutoConfig.from_pretrained(vlm)
     check_vocabulary(prompts[:-1], processor, model_config)
@@ -350,7 +355,7 @@ def test_a_url_is_asked_once(tmp_path):
     ready, _ = processed(prompt)
     assert asked == ["/a.png"]
     assert len(ready.token_ids) == 2 + IMAGE_TOKENS + len("Colour?")
-    with pytest.raises(ValueError, match=r"row 0: HTTPError: 404 .*/b.png"):
+    with pytest.raises(ValueError, match=r"row 0: .*/b.png': HTTPError: 404 "):
         load(lambda: [{"prompt": "a", "image": f"{address}/b.png"}])
     web.shutdown()
     web.server_close()
@@ -387,7 +392,7 @@ def make_groups(model_id):
             for n in lengths
         ]
         if prompt.sources:
-            prompt = with_images(prompt, processor, config)
+            prompt = with_tokens(prompt, processor, config)
         groups.append(Group(prompt, completions, advantages=advantages))
     return groups
 

@@ -16,6 +16,7 @@ import pytest
 import requests
 from documents import DOCUMENTS, blocks
 from fake_server import fake_server
+from some_rewards import only_first
 from test_config import make as make_config
 from test_turns import TOOLS, ids_of, tokenizer_of
 
@@ -26,6 +27,7 @@ from recipes.openai_agent import hermes_calls, trained
 from rollouts.custom import fill_by_rollout_fn
 from rollouts.data import make_prompt
 from rollouts.group import ENVIRONMENT, Group, Prompt, version_spans
+from rollouts.scoring import check_rewards
 from vllm_client import Server, ServerLost
 
 SAMPLING = {"n": 1, "max_tokens": 200, "temperature": 1.0}
@@ -451,8 +453,9 @@ def test_what_an_agent_hands_back(scripted):
     answers = trained(lambda url, prompt: Talk(url).ask("2+3"), max_len=5000)
     with pytest.raises(TypeError, match="the agent returned 'five': no dictionary of columns"):
         run(scripted, None, rollout_fn=answers)
-    with pytest.raises(ValueError, match="its column messages has the name of another argument"):
-        make_prompt(0, {"prompt": "a", "messages": []}, None, make_config(rollout_fn=answers))
+    config = make_config(rollout_fn=answers, reward_funcs=[only_first])
+    with pytest.raises(ValueError, match="multiple values for keyword argument 'messages'"):
+        check_rewards([Prompt(0, [5], "a", {"messages": []})], config)
 
 
 def test_a_lost_server_is_no_fault_of_the_agent(scripted):

@@ -397,21 +397,17 @@ def test_a_server_that_hangs_in_a_sync_keeps_no_other_waiting(stand_in, train_on
     assert "3" not in two.versions
 
 
-def failing_at(path):
+def failing_at(path, error=ConnectionError):
     """Spoils a server: from its second update on it fails there."""
 
     def spoil(server):
         def ill(asked):
             if asked == path and "1" in server.versions:
-                raise ConnectionError("out of order")
+                raise error("out of order")
 
         server.fault = ill
 
     return spoil
-
-
-def refusing(server):
-    server.refused = lambda path: path == "/update" and "1" in server.versions
 
 
 def answering_with_a_page(server):
@@ -425,7 +421,7 @@ def answering_with_a_page(server):
     [
         (failing_at("/update"), False, "out of order"),
         (failing_at("/update/placed"), True, "out of order"),
-        (refusing, False, "/update answered 403"),
+        (failing_at("/update", PermissionError), False, "/update answered 403"),
         (answering_with_a_page, False, ""),
     ],
 )

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from config import UserError
 from recipes.turns import turn_ids
-from rollouts.data import load_sets
-from rollouts.processor import as_ids, as_text, hold_date
+from rollouts.data import load_sets, make_prompt
+from rollouts.processor import as_text, hold_date
 from training.logs import token_text
 
 # The ways of real templates. Qwen's reads thoughts out of past answers, and shows an empty one in
@@ -91,13 +91,13 @@ def test_what_is_no_prompt_is_named(message, prompts):
 def test_a_message_that_the_template_leaves_out():
     brief = {"role": "system", "content": "Be brief."}
     for messages in ([brief, user("1+1=")], [user("2+2="), brief, user("1+1=")]):
-        with pytest.raises(ValueError, match="shows nothing of its system message 'Be brief.'"):
+        with pytest.raises(ValueError, match="shows nothing of its message 'Be brief.'"):
             rendered(messages, DROPS_SYSTEM)
     # A template for images may show one of two texts.
     first = "{% for m in messages %}[{{ m.role }}]{{ m.content[0].text }}{% endfor %}"
     processor = make_tokenizer(chat_template=first)
     processor.image_processor = None
-    with pytest.raises(ValueError, match="shows nothing of its user message 'In a word.'"):
+    with pytest.raises(ValueError, match="shows nothing of its message 'In a word.'"):
         as_text(processor, [user(text_parts("1+1=", "In a word."))], 0, make_config())
     # That a part of the text is left out, as a thought, is a template's right.
     talk = [user("1+1="), answer("<think>hm</think>2"), user("+1=")]
@@ -323,16 +323,17 @@ BEGINNINGS = [
 @pytest.mark.parametrize(("single", "beginning"), BEGINNINGS)
 def test_beginnings_come_once_and_ends_never(make, single, beginning):
     tokenizer = make(single)
+    ids_of = lambda text: make_prompt(0, {"prompt": text}, tokenizer, make_config()).token_ids
     plain = tokenizer("1+1=", add_special_tokens=False)["input_ids"]
-    assert as_ids("1+1=", tokenizer, needs_beginning=True) == beginning + plain
-    assert as_ids("1+1=", tokenizer, needs_beginning=False) == plain
+    assert ids_of("1+1=") == beginning + plain
 
-    written = tokenizer.decode(beginning) + "1+1="  # a text that has it already
-    ids = as_ids(written, tokenizer, needs_beginning=True)
+    ids = ids_of(tokenizer.decode(beginning) + "1+1=")  # a text that has it already
     assert ids[: len(beginning)] == beginning
     assert ids[len(beginning) :].count(1) == 0
     assert 2 not in ids
-    assert as_ids("", tokenizer, needs_beginning=True) == beginning
+    assert ids_of("") == beginning
+    tokenizer.chat_template = "{{ messages[0].content }}"  # which writes it, where it is wanted
+    assert ids_of("1+1=") == plain
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_info_and_refusals(tmp_path, capsys):
     write(empty / "metrics.jsonl", [])
     for arguments, reason in (
         ([str(tmp_path)], "metrics.jsonl is not there"),
-        ([str(folder), "-v", "rewart"], "no run has rewart: did you mean reward?"),
+        ([str(folder), "-v", "rewart"], "no run has rewart: there are eval/accuracy, eval/reward"),
         ([str(folder), "-o", "x"], None),
         (["info"], None),
         ([str(empty)], "has no step yet"),
