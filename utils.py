@@ -46,21 +46,14 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     if "RANK" not in place or place.get("WORLD_SIZE", "1") == "1":
         world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         place = {}
-    elif "LOCAL_RANK" not in place:
-        raise UserError("RANK is set without LOCAL_RANK: unset it, or start ranks by torchrun")
     elif "TORCHELASTIC_RUN_ID" not in place:  # of another launcher, or left by another job
         print("rank", place["RANK"], "waits for the others: to train alone, unset RANK", flush=True)
 
     if torch.cuda.is_available():
-        num_ranks = int(place.get("LOCAL_WORLD_SIZE", 1))
-        num_gpus = torch.cuda.device_count()
-        if num_ranks > num_gpus:
-            raise UserError(
-                f"{num_ranks} ranks here, for {num_gpus} GPUs: --nproc_per_node {num_gpus}"
-            )
         device = torch.device("cuda", int(place.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
+        with naming("--nproc_per_node: each rank needs a GPU of its own"):
+            torch.cuda.set_device(device)
 
     with naming("the ranks do not meet: to train alone, unset RANK"):
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
@@ -112,16 +105,6 @@ def call_on_main(function: Callable[[], Any]) -> Any:
         finally:
             is_over.set()
     return broadcast_object(value)
-
-
-def scatter_objects(values: list[Any] | None) -> Any:
-    """Item r of rank 0's list, on rank r.
-
-    Collective: every rank calls it; the values of ranks other than 0 are not read.
-    """
-    box: list[Any] = [None]
-    dist.scatter_object_list(box, values if is_main() else None, src=0)
-    return box[0]
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -231,8 +214,9 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
         is_told = isinstance(error, kinds)
         if is_told and isinstance(error, torch.OutOfMemoryError):
             line += "; lower max_tokens_per_gpu, or set gradient_checkpoint or use_fsdp"
-        is_of_ranks = not is_told and isinstance(error, RuntimeError) and "RANK" in os.environ
-        if is_of_ranks and re.search(r"onnection (closed|reset) by peer", text):
+        is_of_ranks = isinstance(error, RuntimeError) and "RANK" in os.environ
+        is_lost = is_of_ranks and re.search(r"onnection (closed|reset) by peer", text)
+        if is_lost and not is_told:
             print(f"rank {rank} stopped, as another rank ended first: {line}", file=sys.stderr)
             # torchrun sees that rank first, whose error is the cause, and ends this one.
             time.sleep(3)
@@ -242,7 +226,7 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
                 print(f"{who}: {line}", file=sys.stderr)
             else:
                 traceback.print_exc()
-            if is_of_ranks and re.search("imed out waiting|timeout caused", text):
+            if not is_told and is_of_ranks and re.search("imed out waiting|timeout caused", text):
                 print(f"{who}: another rank has not answered", file=sys.stderr)
 
     sys.stdout.flush()

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 # Or C++ prints a stack for every trainer that ends.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -44,7 +44,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from server.app import RolloutServer
-from server.whole import attach_and_keep, send_and_set
+from server.whole import attach_and_keep
 
 DEFAULTS = {  # ours, in place of vLLM's
     # The model's own sampling defaults would silently change the policy.
@@ -59,7 +59,6 @@ CPU_DEFAULTS = {
     "max_model_len": -1,  # as memory allows
     "max_num_seqs": 256,
     "enforce_eager": True,
-    "gpu_memory_utilization": 1e-9,  # `share_cpu` sets a size of the cache in its place
     # Completions share whole blocks alone: of 128, shorter prompts would have none.
     "block_size": 32,
     # A seeded request that is prefilled in parts ends vLLM's CPU engine.
@@ -74,43 +73,9 @@ SILENCE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT:
 output.strip_covered_mm_data = lambda mm_features, *_, **__: mm_features
 engine_core: Any = EngineCore
 engine_core._attach_weight_version = attach_and_keep
-engine_core.set_weight_version = send_and_set
 # vLLM's engine, or a worker: it would outlive a server that is killed.
 if __name__ == "__mp_main__":
     die_with(os.getppid())
-
-
-def share_cpu(args: Any) -> None:
-    """Make room for a trainer by options that the user left open.
-
-    The options chosen are printed.
-    """
-    has_share = args.gpu_memory_utilization != CPU_DEFAULTS["gpu_memory_utilization"]
-    has_size = args.kv_cache_memory_bytes or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    if not has_share and not has_size:
-        available = cpu_resource_utils.get_memory_node_info().available_memory
-        args.kv_cache_memory_bytes = min(4 << 30, available // 8)
-
-    has_binding = bool(os.environ.get("VLLM_CPU_OMP_THREADS_BIND"))
-    chosen = {
-        "OMP_NUM_THREADS": str(max(1, torch_utils.available_cpu_count() // 2)),
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        # Or the sampler compiles itself for many batch sizes.
-        "TORCHDYNAMO_DISABLE": f"{args.enforce_eager:d}",
-        # A single worker is in the engine's process, as waiting for two takes a core; but only in
-        # one of its own does vLLM bind threads.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": f"{has_binding:d}",
-    }
-    os.environ.update(chosen | os.environ)
-    print(
-        f"loading {args.model} on the CPU: --dtype {args.dtype} --kv-cache-memory-bytes "
-        f"{args.kv_cache_memory_bytes}, {os.environ['OMP_NUM_THREADS']} threads",
-        flush=True,
-    )
-
-
-def _refuse(message: str) -> NoReturn:
-    sys.exit(f"error: {message}; this server takes options of vLLM's engine, see --help")
 
 
 def options(argv: list[str]) -> Any:
@@ -120,9 +85,12 @@ def options(argv: list[str]) -> Any:
         SystemExit: one is unknown, or does not go with others.
     """
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(description=__doc__))
+    parser.usage = "vllm_server.py --model MODEL [options of vLLM's engine, see --help]"
     parser.set_defaults(**DEFAULTS)
     if current_platform.is_cpu():
-        parser.set_defaults(**CPU_DEFAULTS)
+        available = cpu_resource_utils.get_memory_node_info().available_memory
+        cache_bytes = min(4 << 30, available // 8)  # the trainer has the rest
+        parser.set_defaults(**CPU_DEFAULTS, kv_cache_memory_bytes=cache_bytes)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="the address to listen at")
     add("--port", type=int, default=8000)
@@ -132,7 +100,6 @@ def options(argv: list[str]) -> Any:
     add("--metrics", action="store_true", help="keep statistics for /metrics, which cost CPU time")
     add(ANY_VLLM, action="store_true", help="start with a vLLM not tried here")
 
-    parser.error = _refuse  # type: ignore[method-assign]
     args = parser.parse_args(argv)
 
     args.disable_log_stats = not args.metrics
@@ -143,14 +110,29 @@ def options(argv: list[str]) -> Any:
         os.environ["VLLM_API_KEY"] = args.api_key
         args.api_key = None  # a log would show it
     if args.host not in ("localhost", "127.0.0.1", "::1") and not api_token():
-        _refuse(
+        parser.error(
             f"--host {args.host} is reachable from outside: set VLLM_API_KEY, "
             "here and at the trainer"
         )
     if Path(args.model).is_dir():
         args.model = str(Path(args.model).resolve())  # which trainers compare
     if current_platform.is_cpu():
-        share_cpu(args)
+        has_binding = bool(os.environ.get("VLLM_CPU_OMP_THREADS_BIND"))
+        chosen = {
+            "OMP_NUM_THREADS": str(max(1, torch_utils.available_cpu_count() // 2)),
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            # Or the sampler compiles itself for many batch sizes.
+            "TORCHDYNAMO_DISABLE": f"{args.enforce_eager:d}",
+            # A single worker is in the engine's process, as waiting for two takes a core; but only
+            # in one of its own does vLLM bind threads.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": f"{has_binding:d}",
+        }
+        os.environ.update(chosen | os.environ)
+        print(
+            f"loading {args.model} on the CPU: --dtype {args.dtype} --kv-cache-memory-bytes "
+            f"{args.kv_cache_memory_bytes}, {os.environ['OMP_NUM_THREADS']} threads",
+            flush=True,
+        )
     return args
 
 
@@ -180,12 +162,9 @@ def main(argv: list[str]) -> None:
     """
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
     args = options(argv)
-    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    try:  # before the model is loaded; who connects already waits
-        listener = socket.create_server((args.host, args.port), family=family)
-    except OSError as error:
-        sys.exit(f"error: --host {args.host} --port {args.port}: {error.strerror}")
-    with listener:
+    binding = uvicorn.Config("", args.host, args.port, log_level="error")
+    with binding.bind_socket() as listener:  # or it logs why not, and ends
+        listener.listen()  # before the model is loaded: who connects already waits
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # of its connections
         for option, value in SILENCE.items():
             listener.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -32,6 +32,7 @@ from benchmarks.common import arguments, lines, report
 from benchmarks.local_server import local_server
 from config import TrainConfig, parse_args
 from rollouts.data import leave_out_long, load_sets
+from rollouts.servers import server_urls
 from training.checkpoints import find_start
 
 
@@ -138,7 +139,9 @@ def bad_inputs(model: str) -> tuple[int, int]:
     config = TrainConfig(model_id=model, dataset_id="d", reward_funcs=["os.path.exists"])
 
     def start(words: list[str]) -> None:
-        find_start(parse_args([recipe, *words]))
+        asked = parse_args([recipe, *words])
+        server_urls(asked)
+        find_start(asked)
 
     tried: list[Callable[[], Any]] = [partial(start, command) for command in commands]
 

@@ -27,7 +27,6 @@ from utils import (
     call_on_main,
     gather_objects,
     is_main,
-    scatter_objects,
     timed,
 )
 from vllm_client import Server, ServerError
@@ -159,7 +158,9 @@ class Rollouts:
         self.waited_s += time.monotonic() - started_s
         if is_complete is None:
             raise Stopped
-        return scatter_objects(rows_of_rank), is_complete
+        rows: list[list[MicroBatch]] = [[]]  # of this rank
+        dist.scatter_object_list(rows, rows_of_rank, src=0)
+        return rows[0], is_complete
 
     def _wait(self, look: Callable[[], bool | None]) -> bool | None:
         """Repeat rank 0's `look` until it finds something. Collective.

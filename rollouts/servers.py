@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from config import ADDRESS, TrainConfig, UserError, lora_options
+from config import TrainConfig, UserError, lora_options
 from rollouts.sending import Sender
 from server.messages import SleepRequest
 from utils import naming
@@ -27,6 +27,7 @@ from vllm_client import (
     UpdateBroken,
 )  # fmt: skip
 
+ADDRESS = r"https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?$"
 PROBE_S = 1.0  # until a lost server is asked, doubled at each of its losses; then between questions
 MOST_DOUBLED = 8  # times
 
@@ -37,7 +38,7 @@ def server_urls(config: TrainConfig) -> list[str]:
     `@file` stands for the addresses in a file.
 
     Raises:
-        UserError: a file names none, or there is something else than addresses.
+        UserError: there is none, and no part that needs none; or something else.
     """
     with naming(f"vllm_urls={','.join(config.vllm_urls)}"):
         urls: list[str] = []
@@ -47,8 +48,8 @@ def server_urls(config: TrainConfig) -> list[str]:
             else:
                 urls.append(word)
         wrong = [url for url in urls if not re.match(ADDRESS, url)]
-        if wrong or (config.vllm_urls and not urls):
-            raise ValueError(f"it needs lines of http://host:port, and has {wrong or 'none'}")
+        if wrong or (not urls and (config.vllm_urls or not config.parts)):
+            raise ValueError(f"give http://host:port, or @file with one a line, not {wrong}")
     return list(dict.fromkeys(url.rstrip("/") for url in urls))
 
 

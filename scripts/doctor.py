@@ -47,7 +47,7 @@ from training.batching import Dealer
 from training.metrics import batch_metrics
 from training.model import build_policy, build_reference, share_prefixes, with_bf16
 from training.optimizer import build_optimizer
-from utils import broadcast_object, exits, is_main, process_group, scatter_objects
+from utils import broadcast_object, exits, is_main, process_group
 from vllm_client import ServerError
 
 MUCH, LITTLE = 0.25, 0.05  # shares of a step: idle time worth advice; a gain worth taking
@@ -171,13 +171,13 @@ class Doctor:
 
     def train(self, groups: list[Group], config: TrainConfig) -> tuple[dict[str, float], list[int]]:
         """Train rank 0's groups; returns metrics, and the tokens of each row of this rank. Collective."""
-        dealt = None
+        dealt: list[Any] = []
         if is_main():
             set_advantages(groups, config)
             if not any(any(group.advantages) for group in groups):  # the gradient would be 0
                 groups[0].advantages = [1.0] * config.num_generations
             dealt = Dealer(dist.get_world_size(), config).deal(groups, is_complete=True)
-        rows = scatter_objects(dealt)
+        rows = broadcast_object(dealt)[dist.get_rank()]
         built = self.policy, self.reference, self.optimizer, self.scheduler
         metrics, _ = train_batch(*built, rows, config, self.device)
         return metrics, [row.packed.num_tokens for row in rows]

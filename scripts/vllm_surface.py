@@ -34,7 +34,7 @@ METHODS = {
         "call_utility_all_async", "pause_scheduler_async",
     ],
     "vllm.v1.engine.core.EngineCore": [
-        "_attach_weight_version", "set_weight_version", "pause_scheduler", "collective_rpc",
+        "_attach_weight_version", "pause_scheduler", "collective_rpc",
     ],
     "vllm.v1.engine.output_processor.RequestOutputCollector": ["get"],
     "vllm.renderers.base.BaseRenderer": ["clear_mm_cache_async", "render_cmpl_async"],
@@ -55,7 +55,7 @@ METHODS = {
 OPTIONS = [
     "logprobs_mode", "generation_config", "mm_processor_cache_gb", "dtype", "max_model_len",
     "block_size", "enforce_eager", "enable_chunked_prefill", "kv_cache_memory_bytes",
-    "gpu_memory_utilization", "max_num_seqs", "enable_sleep_mode", "max_lora_rank",
+    "max_num_seqs", "enable_sleep_mode", "max_lora_rank",
     "worker_extension_cls", "allowed_media_domains", "disable_log_stats", "scheduling_policy",
     "served_model_name",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ token, and decodes text that nobody reads.
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import astuple
 from itertools import chain
 from typing import Any
@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
@@ -70,17 +71,21 @@ class RolloutServer:
             routes.append(self._route("/metrics", self.metrics))
         self.app = Starlette(routes=routes)
 
-    def _route(self, path: str, answer: Callable[[Any, Request], Any], kind: Any = None) -> Route:
+    def _route(
+        self, path: str, answer: Callable[[Any, Request], Awaitable[Response]], kind: Any = None
+    ) -> Route:
         """A route for who has the token: a POST of a JSON of this kind, or a GET without one."""
         token = f"Bearer {api_token()}".encode()
 
         async def checked(http: Request) -> Response:
             given = http.headers.get("authorization", "").encode()
             if api_token() and not hmac.compare_digest(given, token):
-                return refusal(401, "no or a wrong token: set VLLM_API_KEY to the server's")
+                raise HTTPException(401, "no or a wrong token: set VLLM_API_KEY to the server's")
             length = int(http.headers.get("content-length", 0))  # which uvicorn has checked
             if "transfer-encoding" in http.headers or length > MAX_BODY_BYTES:
-                return refusal(413, f"it takes {MAX_BODY_BYTES} bytes, and wants to know how many")
+                raise HTTPException(
+                    413, f"it takes {MAX_BODY_BYTES} bytes, and wants to know how many"
+                )
             try:
                 request = None
                 if kind:
@@ -88,11 +93,10 @@ class RolloutServer:
                     if http.headers.get("content-type") != "application/json":
                         raise ValueError("it takes application/json")
                     request = msgspec.json.decode(await http.body(), type=kind)
-                response: Response = await answer(request, http)
-                return response
+                return await answer(request, http)
             except Exception as error:  # whatever vLLM raises: the server goes on
                 status = 400 if isinstance(error, REFUSALS) else 500
-                return refusal(status, f"{type(error).__name__}: {error}")
+                raise HTTPException(status, f"{type(error).__name__}: {error}") from error
 
         return Route(path, checked, methods=["POST" if kind else "GET"])
 
@@ -106,7 +110,7 @@ class RolloutServer:
     async def health(self, _: Request) -> Response:
         """Answer while the engine lives."""
         await self.engine.check_health()
-        return JSONResponse({})
+        return Response()
 
     async def metrics(self, _: None, __: Request) -> Response:
         """Statistics of vLLM."""
@@ -167,14 +171,16 @@ class RolloutServer:
                 raise
             expanded = output.prompt_token_ids if request.images else []
             prompt_ids = np.asarray(expanded, "<i4").tobytes()
-            prompt_logprobs = floats(output.prompt_logprobs)
+            of_prompt = getattr(output.prompt_logprobs, "logprobs", [])  # where asked for
+            prompt_logprobs = np.asarray(of_prompt, "<f4").tobytes()
             messages = []
             for completion in output.outputs:
+                logprobs = getattr(completion.logprobs, "logprobs", [])
                 spans = completion.weight_versions or []
                 message = Sampled(
                     completion.finish_reason,
                     np.asarray(completion.token_ids, "<i4").tobytes(),
-                    floats(completion.logprobs),
+                    np.asarray(logprobs, "<f4").tobytes(),
                     [astuple(span) for span in spans],
                     prompt_ids,
                     prompt_logprobs,
@@ -233,7 +239,7 @@ class RolloutServer:
         self._coming = request  # one that is under way sees it, and ends
         async with self._changing:
             if not request.weight_version:
-                return JSONResponse({})
+                return Response()
             is_sampling = engine.output_processor.has_unfinished_requests()
             await self._on_workers("begin_update", request.meeting, is_sampling)
             state = COMING
@@ -242,7 +248,7 @@ class RolloutServer:
                 state, error = min(await self._on_workers("state_of_update"))
                 is_over = self._coming is not request or await http.is_disconnected()
                 if is_over or state == BROKEN:
-                    return refusal(409, error or "the trainer has given it up")
+                    return Response(error or "the trainer has given it up", 409)
 
             started_s = time.monotonic()
             if self.can_sleep:
@@ -252,11 +258,10 @@ class RolloutServer:
             await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
             error = max(await self._on_workers("load_update"))
             if error:
-                return refusal(409, error)
+                return Response(error, 409)
 
             if self.config.lora_config:
                 self._adapter = ADAPTER
-            # It sends the tokens that are kept first, under the version before: `send_and_set`.
             await engine.update_weight_version(request.weight_version)
             if self.can_sleep:
                 # The cache comes last: loading may need its memory, and then vLLM samples again.
@@ -266,17 +271,5 @@ class RolloutServer:
 
     async def sleep(self, request: SleepRequest, _: Request) -> Response:
         """Give up the GPU's memory until the next update."""
-        if not self.can_sleep:
-            raise ValueError("it was started without --enable-sleep-mode")
         await self.engine.sleep(request.level)
-        return JSONResponse({})
-
-
-def floats(logprobs: Any) -> bytes:
-    """vLLM's flat log-probs, or none."""
-    return np.asarray(logprobs.logprobs, "<f4").tobytes() if logprobs else b""
-
-
-def refusal(status: int, text: str) -> JSONResponse:
-    """The answer to a request that is not served."""
-    return JSONResponse({"error": " ".join(text.split())}, status)
+        return Response()

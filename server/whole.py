@@ -2,7 +2,7 @@
 
 The engine sends a message of every token, and reading them costs the API process three times what
 the rest of its work does. As our route waits for whole completions, the engine keeps them until
-theirs ends. For this vllm_server.py puts two functions in the place of the engine's own.
+theirs ends. For this vllm_server.py puts a function in the place of the engine's own.
 """
 
 from itertools import chain, islice
@@ -13,16 +13,23 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
 
-MOST_KEPT = 256  # tokens of a completion: an update sends all that are kept, while sampling pauses
+MOST_KEPT = 256  # tokens of a completion: a new version sends all that are kept at once
 
 _attach_weight_version = EngineCore._attach_weight_version
-_set_weight_version = EngineCore.set_weight_version
 
 
 def attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
     """Mark a step's messages with the weights' version; keep the tokens that can wait."""
     _attach_weight_version(core, messages)
-    kept: dict[str, list[EngineCoreOutput]] = core.__dict__.setdefault("kept", {})
+    version = core._weight_version
+    before, kept = core.__dict__.get("kept", (version, {}))
+    if version != before:  # those that are kept go first, under the version that sampled them
+        sent = [joined(outputs) for outputs in kept.values()]
+        message = EngineCoreOutputs(outputs=sent, weight_version=before)
+        core.output_queue.put_nowait((0, message))  # there is one API process
+        kept = {}
+    core.kept = (version, kept)
+
     requests = core.scheduler.requests  # without those that have ended
     for client, message in list(messages.items()):
         sent = []
@@ -45,19 +52,6 @@ def attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
             del kept[name]
 
 
-def send_and_set(core: Any, weight_version: str) -> None:
-    """Send all tokens that are kept, under the version that sampled them; set the next.
-
-    Those of requests that were aborted are not read.
-    """
-    kept = core.__dict__.pop("kept", {})
-    outputs = [joined(found) for found in kept.values()]
-    if outputs:
-        message = EngineCoreOutputs(outputs=outputs, weight_version=core._weight_version)
-        core.output_queue.put_nowait((0, message))  # there is one API process
-    _set_weight_version(core, weight_version)
-
-
 def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     """The last output of a completion, with the tokens of all."""
     last = outputs[-1]
@@ -66,7 +60,7 @@ def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     # None of an output without tokens, as the end of one that was aborted.
     parts = [output.new_logprobs for output in outputs if output.new_logprobs]
     if parts:
-        columns: Any = zip(*parts, strict=True)
-        ids, logprobs, ranks = [np.concatenate(column) for column in islice(columns, 3)]
-        last.new_logprobs = LogprobsLists(ids, logprobs, ranks)
+        columns: Any = islice(zip(*parts, strict=True), 3)  # ids, log-probs, ranks
+        arrays: Any = map(np.concatenate, columns)
+        last.new_logprobs = LogprobsLists(*arrays)
     return last

@@ -82,9 +82,6 @@ NO_EFFECT = [  # what is set, and "... has no effect with" what
     ("--loss_type cispo --delta 4", "delta", "loss_type=cispo"),
     ("--advantage_fn os.path.exists --scale_rewards none", "scale_rewards", "advantage_fn"),
 ]
-NO_ADDRESSES = [
-    *("localhost:8000", "http://[1", "http://a:port", "http://user:token@a:1", "http://a:1/v1"),
-]
 REFUSED = [
     ("--lerning_rate 1", "unknown field lerning_rate: did you mean learning_rate?"),
     ("--model m", "unknown field model: did you mean model_id?"),
@@ -104,7 +101,6 @@ REFUSED = [
     ('--dataset_id {"":"x.jsonl"}', "dataset_id"),
     ("--stop", "--stop: give --field value, or --field=value where the value begins with --"),
     ("--seed 3 batch_size 4", "batch_size: give --field value"),
-    *((f"--vllm_urls {url}", "give http://host:port, or @file") for url in NO_ADDRESSES),
     ("--reward_funcs os.path.nothing", "Invalid python path: No module named 'os.path.nothing'"),
     ("--reward_funcs ..f", "Invalid python path: No module named 'f'"),
     ("--reward_funcs os.path", "Input should be callable"),

@@ -40,7 +40,7 @@ import train
 import vllm_client
 from config import TrainConfig, UserError, parse_args
 from rollouts import servers as servers_module
-from rollouts.servers import ServerPool
+from rollouts.servers import ServerPool, server_urls
 from train import main
 from vllm_client import Server, ServerError, ServerLost
 from weights.group import Meeting
@@ -144,6 +144,17 @@ def test_a_list_without_addresses(stand_in, train_on, tmp_path, text):
         names.write_bytes(text)
     with pytest.raises(UserError, match="vllm_urls=@"):
         train_on(stand_in(), vllm_urls=f"@{names}")
+
+
+@pytest.mark.parametrize(
+    "urls",
+    ["", "localhost:8000", "http://[1", "http://a:port", "http://user:token@a:1", "http://a:1/v1"],
+)
+def test_no_addresses(urls):
+    """And no part that needs none."""
+    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[len], vllm_urls=urls.split())
+    with pytest.raises(UserError, match="give http://host:port, or @file"):
+        server_urls(config)
 
 
 def test_who_is_listed_and_does_not_come_is_left_alone(stand_in, train_on, tmp_path, monkeypatch):

@@ -438,8 +438,6 @@ def nothing_new(run):
 def test_a_part_without_servers(models, recipe):
     """It gives the groups itself; a group that asks for a server ends the run."""
     path = recipe(SimpleNamespace(url="http://127.0.0.1:1"))
-    with pytest.raises(UserError, match="vllm_urls names no server: set it"):
-        replace(parse_args([path]), vllm_urls=[])
     with pytest.raises(ServerError, match="vllm_urls names no server, and a group asks for one"):
         main(replace(parse_args([path]), vllm_urls=[], parts=[nothing_new]))
     with pytest.raises(UserError, match=r"parts takes functions f\(run\), or objects as Teacher"):

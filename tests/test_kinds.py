@@ -41,12 +41,18 @@ MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exist
 # -- what is sampled -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [0.0099, 2.01])
-def test_temperatures_that_the_server_would_change(value):
-    """vLLM raises one below 0.01, and refuses one above 2: it would sample from another softmax."""
-    for fields in ({"temperature": value}, {"eval_dataset_id": "e", "eval_temperature": value}):
-        with pytest.raises(UserError, match="temperature"):
-            make_config(**fields)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0099},
+        {"temperature": 2.01},
+        {"eval_dataset_id": "e", "eval_temperature": 2.01},
+    ],
+)
+def test_temperatures_that_the_server_would_change(fields):
+    """vLLM raises one below 0.01, and refuses one above 2: training would be of another softmax."""
+    with pytest.raises(UserError, match="temperature"):
+        make_config(**fields)
 
 
 def test_placeholders_have_no_probability(models):
