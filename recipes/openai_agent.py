@@ -45,7 +45,7 @@ from recipes.openai_protocol import (
 )
 from recipes.turns import side_by_side, turn_ids
 from rollouts.group import Completion
-from rollouts.scoring import spoken
+from rollouts.scoring import text_of
 from vllm_client import ServerError
 
 
@@ -209,7 +209,7 @@ class _Rollout:
         (call.reply,) = self.server.generate(call.ids, params)
 
         is_ended = call.reply.finish_reason == "stop"
-        text = spoken(call.reply.token_ids.tolist(), self.server.tokenizer, is_ended, **params)
+        text = text_of(call.reply.token_ids, self.server.tokenizer, is_ended, **params)
         if stops:  # which a reply leaves out; it trains
             text = re.split("|".join(map(re.escape, stops)), text, maxsplit=1)[0]
         content, calls = self.parse_calls(text)

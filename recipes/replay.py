@@ -20,14 +20,14 @@ from config import UserError, parse_args, to_json
 from rollouts.custom import check_segments
 from rollouts.group import Group, Prompt
 from rollouts.images import with_tokens
-from rollouts.processor import tokenizer_of
-from rollouts.scoring import decoded, weighted
+from rollouts.scoring import weighted
 from train import main
 from utils import exits, naming
 from vllm_client import ServerError
 
 # What a file has of a group, beside its segments; its prompt is found again in the data.
 FIELDS = (
+    "texts",
     "rewards",
     "started_version",
     "trained_version",
@@ -105,7 +105,7 @@ class Replay:
         return groups
 
     def fill(self, group):
-        """Fill in what is not saved: the prompt, texts, and this run's weighted rewards."""
+        """Fill in what is not saved: the prompt, and this run's weighted rewards."""
         run = self.run
         row = group.prompt.index
         prompt = self.prompts.get(row)
@@ -118,7 +118,6 @@ class Replay:
         group.prompt = prompt
         with naming(f"replay: dataset row {row}"):
             check_segments(group, (), run.config)
-        group.texts = decoded(group, tokenizer_of(run.processor), run.config)
         group.reward = weighted(group.rewards, run.config)
 
 

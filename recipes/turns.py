@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rollouts.processor import as_sampled
-from rollouts.scoring import spoken
+from rollouts.scoring import text_of
 
 First = TypeVar("First")
 Rollout = TypeVar("Rollout")
@@ -52,7 +52,7 @@ def turn_ids(
         )
 
     reply = as_sampled(reply_ids, tokenizer)
-    said = spoken([int(token_id) for token_id in reply_ids], tokenizer)
+    said = text_of(reply_ids, tokenizer)
     before = rendered(messages)
     after = rendered([*messages, {"role": "assistant", "content": said}, *then])
     if not after.startswith(before):

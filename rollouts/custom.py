@@ -9,22 +9,20 @@ import torch
 from torch import Tensor
 
 from config import TrainConfig, UserError
-from rollouts.group import Group, RolloutFailed
+from rollouts.group import Group
 from rollouts.workers import described
 from training.batching import longest_completion
 from utils import naming
-from vllm_client import Server, ServerError
+from vllm_client import ServerError
 
 
 @contextmanager
 def naming_function(name: str, error_type: type[UserError] = UserError) -> Iterator[None]:
     """Turn an error of one of the config's functions into a UserError with the line where."""
-    # Another server is asked; and the trainer's full memory has a cure of its own.
-    passed_on: Any = ServerError if error_type is RolloutFailed else torch.OutOfMemoryError
     try:
         yield
-    except passed_on:
-        raise
+    except (ServerError, torch.OutOfMemoryError):
+        raise  # another server is asked; and the trainer's full memory has a cure of its own
     except (Exception, SystemExit) as error:
         raise error_type(f"{name} raised {described(error)}") from error
 
@@ -65,26 +63,6 @@ def can_teach(group: Group, config: TrainConfig) -> bool:
     return bool(own_advantages(rewards, [group], config).any())
 
 
-def fill_by_rollout_fn(
-    group: Group, server: Server, sampling: dict[str, Any], config: TrainConfig
-) -> None:
-    """Fill in the completions of the config's `rollout_fn`, checked.
-
-    Raises:
-        RolloutFailed: it failed, or they are no completions; with the line where.
-    """
-    rollout_fn: Any = config.rollout_fn
-    where = f"rollout_fn on {group.prompt.where}"
-    with naming_function(where, RolloutFailed):
-        rollouts = list(rollout_fn(server, group.prompt, sampling))
-
-    with naming(f"{where}: it returned no completions to train", RolloutFailed):
-        if len(rollouts) != sampling["n"]:
-            raise ValueError(f"{len(rollouts)} rollouts, not {sampling['n']}")
-        group.fill(rollouts)
-        check_segments(group, server.forbidden, config)
-
-
 def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) -> None:
     """Refuse segments that no row of the policy takes, by a ValueError.
 
@@ -94,23 +72,22 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
         config: max_tokens_per_gpu, share_prefix, and the loss, which may need whole completions.
     """
     group_prompt, completions = group.sequences
-    num_tokens = 0  # of the longest
+    # With this every segment's prompt must begin.
+    beginning = group_prompt if group.prompt.images else group_prompt[:0]
+    longest = 0
     if config.loss_needs_completions:
         # A position predicts the next token, so a row has one fewer than tokens.
-        num_tokens = longest_completion([group], config) + 1
-    num_fixed = 0  # tokens with which every segment's prompt must begin
-    if group.prompt.images:
-        num_fixed = len(group_prompt)
+        longest = longest_completion([group], config) + 1
     for prompt_ids, token_ids in chain.from_iterable(completions):
-        num_tokens = max(num_tokens, len(prompt_ids) + len(token_ids))
+        longest = max(longest, len(prompt_ids) + len(token_ids))
         if not len(prompt_ids):
             raise ValueError("a segment has an empty prompt")
-        if not torch.equal(prompt_ids[:num_fixed], group_prompt[:num_fixed]):
+        if not torch.equal(prompt_ids[: len(beginning)], beginning):
             raise ValueError("a segment's prompt does not begin with the group's, which has images")
-        text_ids = torch.cat([prompt_ids[num_fixed:], token_ids])
+        text_ids = torch.cat([prompt_ids[len(beginning) :], token_ids])
         if not set(forbidden).isdisjoint(text_ids.tolist()):
             raise ValueError("a completion has a placeholder of an image, which no policy takes")
-    if num_tokens > config.max_tokens_per_gpu:
+    if longest > config.max_tokens_per_gpu:
         raise ValueError(
-            f"a completion has {num_tokens} tokens with its prompt: raise max_tokens_per_gpu"
+            f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu"
         )

@@ -16,27 +16,23 @@ from rollouts.stream import MAX_GROUPS
 
 
 class Round:
-    """An evaluation under way: a group of every held-out prompt.
+    """An evaluation under way: a group of every held-out prompt. On rank 0.
 
-    Threads sample and score them, all at once. On other ranks than 0, without a `run`, it has none.
+    Threads sample and score them, all at once.
     """
 
-    def __init__(self, run: Run | None):
+    def __init__(self, run: Run):
         self.sets: dict[str, list[Group]] = {}  # by their names
-        self._threads = ThreadPoolExecutor(MAX_GROUPS)
         self._answers: list[Future[None]] = []
-        if not run:
-            return
-
         instead: Any = {
             "n": run.config.eval_generations,
             "temperature": run.config.eval_temperature,
         }
+        threads = ThreadPoolExecutor(MAX_GROUPS)
         for name, prompts in run.held_out.items():
-            groups = [Group(prompt, id=number) for number, prompt in enumerate(prompts)]
-            self.sets[name] = groups
-            for group in groups:
-                self._answers.append(self._threads.submit(run.sample_and_score, group, **instead))
+            self.sets[name] = [Group(prompt, id=number) for number, prompt in enumerate(prompts)]
+            for group in self.sets[name]:
+                self._answers.append(threads.submit(run.sample_and_score, group, **instead))
 
     def is_complete(self) -> bool:
         """True once all groups are done; waits a second at most.
@@ -51,10 +47,6 @@ class Round:
             with suppress(RolloutFailed):
                 answer.result()
         return not running
-
-    def close(self) -> None:
-        """Start no more groups."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def round_metrics(sets: dict[str, list[Group]], config: TrainConfig) -> dict[str, float]:
@@ -93,9 +85,9 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
         return metrics
 
     metrics["accuracy"] = mean([float(verdict >= 1) for verdict in every_verdict])
-    for k in range(2, config.eval_generations + 1):
-        if k.bit_count() > 1 and k < config.eval_generations:  # no power of two, and not all
-            continue
+    k = 1
+    while k < config.eval_generations:
+        k = min(2 * k, config.eval_generations)
         chances = []
         for given in verdicts:
             if len(given) >= k:

@@ -62,8 +62,7 @@ def prove(rollouts: Any, servers: list[Server]) -> None:
         for completions in probes:  # every rank takes part in every forward
             gap = 0.0
             if completions:
-                advantages = [0.0] * len(completions)
-                group = Group(rollouts.probe_prompt, completions, advantages=advantages)
+                group = Group(rollouts.probe_prompt, completions, advantages=[0.0, 0.0])
                 [micro_batch] = micro_batches([group], None, config)
                 row = micro_batch.to(rollouts.device)
                 logprobs = token_logprobs(rollouts.policy, row.packed, row.images, config)
@@ -78,7 +77,7 @@ def prove(rollouts: Any, servers: list[Server]) -> None:
 
 
 def _probe(rollouts: Any, server: Server) -> list[Completion]:
-    """Two short completions under the weights that were sent; none if it gives no such.
+    """Two short completions of a server; none where it fails.
 
     Then it is left out, but for one that serves: it may be busy, and if it is lost, those who ask
     it for groups notice.
@@ -92,15 +91,8 @@ def _probe(rollouts: Any, server: Server) -> list[Completion]:
     is_serving = server.state is State.SERVING
     timeout_s = ANSWER_TIMEOUT_S if is_serving else CONTROL_TIMEOUT_S
     try:
-        completions = server.generate(
-            prompt.token_ids, sampling, prompt.images, timeout_s=timeout_s, priority=-1
-        )
+        return server.generate(prompt.token_ids, sampling, prompt.images, timeout_s, priority=-1)
     except ServerError as error:
         if not is_serving:
             rollouts.pool.lose(server, error)
         return []
-    versions = torch.cat([completion.weight_versions for completion in completions])
-    if not versions.eq(rollouts.version).all():
-        rollouts.pool.lose(server, "answers with other weights than it was sent")
-        return []
-    return completions

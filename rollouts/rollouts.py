@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -222,8 +222,8 @@ class Rollouts:
         num_sampled = self.stream.num_sampled_tokens - self.sampled_before
         batch.metrics |= {
             "num_tokens": self.num_tokens,
-            "rewards_failed": len(self.run.scorer.failures.failed),
-            "rollouts_failed": len(self.run.failures.failed),
+            "rewards_failed": self.run.scorer.failures.count,
+            "rollouts_failed": self.run.failures.count,
             "time/wait_s": self.waited_s,
             "idle/trainer": self.waited_s / elapsed_s,
             "idle/servers": self.pool.idle_seconds() / elapsed_s,
@@ -255,7 +255,8 @@ class Rollouts:
             return {}, {}
 
         metrics: dict[str, float] = {}
-        with timed("time/eval_s", metrics), closing(Round(self.run)) as under_way:
+        under_way: Any = Round(self.run) if is_main() else None
+        with timed("time/eval_s", metrics):
             is_complete = self._wait(lambda: under_way.is_complete() or None)
 
         self._restart_clocks()

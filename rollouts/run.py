@@ -54,9 +54,6 @@ class Run:
     )
     exits: ExitStack = field(default_factory=ExitStack)  # what ends with the run
 
-    def __post_init__(self) -> None:
-        self.fill = self.sample_and_score
-
     def sample_and_score(self, group: Group, **instead: Any) -> None:
         """Fill in a group's completions, texts and rewards.
 
@@ -67,11 +64,11 @@ class Run:
         Raises:
             RolloutFailed: there are no completions, and no server is to blame.
         """
-        streak = self.failures.begin("rollouts")
         try:
             sample_group(group, self.pool, self.processor, self.config, **instead)
+            self.failures.in_a_row["rollouts"] = 0
         except RolloutFailed as error:
-            self.failures.note(streak, str(error), group)
+            self.failures.note("rollouts", str(error), group)
             raise
         self.scorer.score(group)
 
@@ -126,6 +123,7 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
         scorer=Scorer(tokenizer_of(processor), config),
         failures=Failures("rollouts", config),
     )
+    run.fill = run.sample_and_score
     run.exits.callback(pool.close)
     run.exits.callback(run.scorer.close)
     part: Any

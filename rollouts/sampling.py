@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from config import TrainConfig
-from rollouts.custom import fill_by_rollout_fn
+from rollouts.custom import check_segments, naming_function
 from rollouts.group import FOREIGN, Group, RolloutFailed
 from rollouts.images import with_tokens
 from rollouts.servers import ServerPool
+from utils import naming
 from vllm_client import Server, ServerError, ServerLost, State
 
 
@@ -40,8 +41,10 @@ def sample_group(
     """
     if group.prompt.sources:
         group.prompt = with_tokens(group.prompt, processor, config)
+    rollout_fn: Any = config.rollout_fn
+    where = f"rollout_fn on {group.prompt.where}"
     sampling = sampling_params(config) | instead
-    if config.max_staleness == 0 and not config.rollout_fn:
+    if config.max_staleness == 0 and not rollout_fn:
         # vLLM samples completion i with seed + i, and takes 63 bits. So the seeds of two groups are
         # twice as far apart as they have completions, and those of two runs 2^40.
         seed = (config.seed << 40) + group.id * 2 * sampling["n"]
@@ -51,10 +54,16 @@ def sample_group(
         group.started_version = server.version
         group.started_s = time.monotonic()
         group.server = server.number
-        if config.rollout_fn:
-            fill_by_rollout_fn(group, server, sampling, config)
-        else:
+        if not rollout_fn:
             group.fill(server.generate(group.prompt.token_ids, sampling, group.prompt.images))
+        else:
+            with naming_function(where, RolloutFailed):
+                rollouts = list(rollout_fn(server, group.prompt, sampling))
+            with naming(f"{where}: it returned no completions to train", RolloutFailed):
+                if len(rollouts) != sampling["n"]:
+                    raise ValueError(f"{len(rollouts)} rollouts, not {sampling['n']}")
+                group.fill(rollouts)
+                check_segments(group, server.forbidden, config)
 
         if group.oldest_version == FOREIGN:
             error = ServerLost("it sampled with weights of its own: was it restarted?")

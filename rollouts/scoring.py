@@ -7,11 +7,12 @@ import json
 import math
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,68 +43,51 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
         for columns, row in row_of_columns.items():
             names = ", ".join([*own, *columns])
             with naming(f"reward {function.__name__} on {row}, which gives it {names}"):
-                for signature in signatures(function):
+                # `best_of` and the like call several functions.
+                for called in getattr(function, "functions", [function]):
+                    signature = inspect.signature(called)
                     # With a rollout_fn, the `info` of its rollouts may give it the missing ones.
                     bind = signature.bind_partial if config.rollout_fn else signature.bind
                     bind(**own, **dict.fromkeys(columns))  # a TypeError names one given twice
                 packed(function, {})
 
 
-def signatures(function: Any) -> list[inspect.Signature]:
-    """The signature of a reward, or of each function that it calls, as `best_of` does."""
-    return [inspect.signature(called) for called in getattr(function, "functions", [function])]
-
-
 def required(function: Any) -> set[str]:
-    """The parameters without which a reward cannot be called."""
+    """The parameters without which a reward, or one that it calls, cannot be called."""
     names = set()
-    for signature in signatures(function):
+    for called in getattr(function, "functions", [function]):
+        signature = inspect.signature(called)
         others = signature.bind_partial()
         others.apply_defaults()  # with `*args` and `**columns`, which are empty
         names |= signature.parameters.keys() - others.arguments.keys()
     return names
 
 
-def decoded(group: Group, tokenizer: Any, config: TrainConfig) -> list[str]:
-    """The texts of a group's completions, as `spoken`."""
-    sampling = sampling_params(config)
-    texts = []
-    for completion in group.completions:
-        is_ended = completion.finish_reason == "stop"
-        texts.append(spoken(completion.token_ids.tolist(), tokenizer, is_ended, **sampling))
-    return texts
-
-
-def spoken(
-    token_ids: Sequence[int],
+def text_of(
+    token_ids: Any,
     tokenizer: Any,
     is_ended: bool = True,
     stop: Collection[str] = (),
     stop_token_ids: Collection[int] = (),
     **_: Any,
 ) -> str:
-    """The text of sampled tokens, without those that end it.
+    """The text of sampled tokens, without a special one at its end, which ends a turn.
 
-    Other special tokens belong to it, as `<think>` and `<tool_call>` in some vocabularies; and the
-    padding token, as servers sample no padding: it may be any word.
+    Other special tokens belong to it, as `<think>` and `<tool_call>` in some vocabularies.
 
     Args:
-        token_ids: of a completion, or of a turn.
+        token_ids: of a completion, or of a turn, a list or a tensor [n].
         tokenizer: of the model.
         is_ended: False where the text was cut: its last token is no end.
         stop: a parameter of vLLM that it was sampled with: what it names belongs to the text.
         stop_token_ids: the same.
     """
-
-    def is_kept(token_id: int) -> bool:
-        return token_id in stop_token_ids or as_sampled([token_id], tokenizer) in stop
-
     last = token_ids[-1:]
     is_special = tokenizer.decode(last) != tokenizer.decode(last, skip_special_tokens=True)
-    if is_ended and is_special and not is_kept(last[0]):
-        token_ids = token_ids[:-1]  # the end of a turn, which not every tokenizer names
-    end = tokenizer.eos_token_id
-    return as_sampled([each for each in token_ids if each != end or is_kept(each)], tokenizer)
+    is_named = as_sampled(last, tokenizer) in stop or any(map(stop_token_ids.__contains__, last))
+    if is_ended and is_special and not is_named:
+        token_ids = token_ids[:-1]
+    return as_sampled(token_ids, tokenizer)
 
 
 def mean(values: list[float]) -> float:
@@ -135,27 +119,22 @@ def weighted(rewards: Tensor, config: TrainConfig) -> list[float]:
 class Failures:
     """Failed calls of one kind, kept in a file of the run. Thread-safe.
 
-    One in thousands is no reason to end a run, but a streak of them is. The calls of each function
-    are counted off in streaks of `batch_size`, at least 4, as they begin: quick failures end before
-    slow successes.
+    One in thousands is no reason to end a run, but many in a row are. Quick failures overtake slow
+    successes, so these are as many as two batches have, at least 8.
     """
 
     def __init__(self, kind: str, config: TrainConfig):
         self.path = Path(config.output_dir) / f"failed_{kind}.jsonl"
-        self._streak_size = max(config.batch_size, 4)
-        self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)  # of calls
-        self.failed: list[tuple[str, int]] = []  # of each failed call its streak
+        self.count = 0
+        self.in_a_row: Counter[str] = Counter()  # of each function, since a call that did not fail
+        self._most_in_a_row = 2 * max(config.batch_size, 4)
         self._lock = threading.Lock()
 
-    def begin(self, name: str) -> tuple[str, int]:
-        """The streak, by function and number, of a call that begins now."""
-        return name, next(self._numbers[name]) // self._streak_size
-
-    def note(self, streak: tuple[str, int], message: str, group: Group) -> None:
-        """Write a failed call down, with the group that it was for.
+    def note(self, name: str, message: str, group: Group) -> None:
+        """Write a function's failed call down, with the group that it was for.
 
         Raises:
-            UserError: all calls of its streak have failed.
+            UserError: too many have failed in a row.
         """
         failed_call = {
             "error": message,
@@ -168,15 +147,15 @@ class Failures:
             # Half a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(line + "\n")
-            self.failed.append(streak)
-            num_failed = self.failed.count(streak)
-        if num_failed == 1:
-            print(f"{message} (all that fail are in {self.path})")
-        if num_failed == self._streak_size:
-            raise UserError(
-                f"{message}; so did {num_failed} calls in a row, see {self.path}; mend the cause, "
-                "and go on with --resume_from_checkpoint auto"
-            )
+            self.count += 1
+            self.in_a_row[name] += 1
+            if self.count.bit_count() == 1:  # the first, second, fourth, ...
+                print(f"{message} ({self.count} failed: {self.path})")
+            if self.in_a_row[name] >= self._most_in_a_row:
+                raise UserError(
+                    f"{message}; so did {self.in_a_row[name]} calls in a row, see {self.path}; "
+                    "mend the cause, and go on with --resume_from_checkpoint auto"
+                )
 
 
 class Scorer:
@@ -201,54 +180,54 @@ class Scorer:
             UserError: a reward is no finite number, or a function keeps failing.
         """
         prompt = group.prompt
-        group.texts = decoded(group, self.tokenizer, self.config)
+        sampling = sampling_params(self.config)
+        texts = []
         samples = []
-        for text, completion in zip(group.texts, group.completions, strict=True):
+        for completion in group.completions:
+            is_ended = completion.finish_reason == "stop"
+            texts.append(text_of(completion.token_ids, self.tokenizer, is_ended, **sampling))
             # A copy, so that a reward which changes one sample leaves the others alone.
             sample = copy.deepcopy({"prompts": prompt.content, **prompt.columns})
-            sample |= {"completions": text, "completion_ids": completion.token_ids.tolist()}
+            sample |= {"completions": texts[-1], "completion_ids": completion.token_ids.tolist()}
             for name in completion.info:
                 if name in sample:
                     raise UserError(f"rollout_fn on {prompt.where}: info has the column {name}")
             samples.append(sample | completion.info)
 
+        group.texts = texts
         rewards = [self._call(function, samples, group) for function in self.config.reward_funcs]
-        group.rewards = torch.tensor(rewards, dtype=torch.float64).T
+        group.rewards = torch.stack(rewards, dim=1)
         group.reward = weighted(group.rewards, self.config)
         group.scored_s = time.monotonic()
 
-    def _call(self, function: Any, samples: list[dict[str, Any]], group: Group) -> list[float]:
-        """A function's rewards, one per completion, NaN for None.
+    def _call(self, function: Any, samples: list[dict[str, Any]], group: Group) -> Tensor:
+        """A function's rewards, [completions] float64, NaN for None.
 
-        `failed_reward` after a failed call. The function gets None for a column that it needs, and
-        that no `info` has.
+        They are `failed_reward` after a failed call. The function gets None for a column that it
+        needs, and that no `info` has.
         """
-        where = f"reward {function.__name__} on {group.prompt.where}"
         arguments = {}
         # Every column that a completion has, or the function needs.
         for name in dict.fromkeys(itertools.chain(*samples, required(function))):
             arguments[name] = [sample.get(name) for sample in samples]
 
-        streak = self.failures.begin(function.__name__)
+        function_name = function.__name__
+        where = f"reward {function_name} on {group.prompt.where}"
+        size = len(samples)
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
+            self.failures.in_a_row[function_name] = 0
         except CallError as error:
             if self._calls.is_closed:
                 raise
-            self.failures.note(streak, f"{where} {error}", group)
-            values = [self.config.failed_reward] * len(samples)
+            self.failures.note(function_name, f"{where} {error}", group)
+            values = [self.config.failed_reward] * size
 
         with naming(
-            f"{where} must return a list of {len(samples)}, one per completion: numbers below "
-            "1e30, or None"
+            f"{where} must return a list of {size}, one per completion: numbers below 1e30, or None"
         ):
-            rewards = []
-            is_usable = len(values) == len(samples)
-            for value in values:
-                # `float` would take text, too.
-                rewards.append(math.nan if value is None else value.__float__())
-                # Finite, and not NaN.
-                is_usable &= value is None or abs(rewards[-1]) < LARGEST
-            if not is_usable:
+            rewards = torch.from_numpy(np.array(values, np.float64))  # NaN for None
+            num_usable = (rewards.abs() < LARGEST).sum() + list(values).count(None)
+            if rewards.shape != (size,) or num_usable != size:
                 raise ValueError(f"it returned {values!r:.500}")
         return rewards

@@ -10,12 +10,12 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
+from queue import LifoQueue
 from subprocess import DEVNULL, Popen
 from typing import Any
 
@@ -48,10 +48,13 @@ class CallPool:
     """
 
     def __init__(self, num_workers: int):
-        # Each thread has a worker, which Linux ends with the thread.
-        self._threads = ThreadPoolExecutor(num_workers)
-        self._workers: dict[int, _Worker] = {}
+        # Linux ends a worker with the thread that started it, so that one lives with the pool.
+        self._starter = ThreadPoolExecutor(1)
+        self._workers: list[Any] = [None] * num_workers  # None before the start
+        self._idle: LifoQueue[int] = LifoQueue()  # numbers of those that are in no call
         self.is_closed = False
+        for number in range(num_workers):
+            self._idle.put(number)
 
     def call(
         self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float
@@ -61,32 +64,30 @@ class CallPool:
         A function's first call in a worker may take `IMPORT_GRACE_S` more.
         """
         message = packed(function, arguments)
-        return self._threads.submit(self._call, id(function), message, timeout_s).result()
-
-    def _call(self, function_id: int, message: bytes, timeout_s: float) -> Any:
-        """The answer of this thread's worker, which is a new one where none is alive."""
-        thread_id = threading.get_ident()
-        if self.is_closed:
-            raise CallError("was not called, as the pool of workers is closed")
-        worker = self._workers.get(thread_id)
-        if not worker or worker.poll() is not None:
-            worker = _Worker()
-            self._workers[thread_id] = worker
-            if self.is_closed:  # meanwhile
-                worker.end()
-
-        grace_s = 0.0 if function_id in worker.imported else IMPORT_GRACE_S
+        number = self._idle.get()
         try:
-            worker.connection.send_bytes(message)
-            if not worker.connection.poll(timeout_s + grace_s):
+            worker = self._workers[number]
+            if not worker or worker.poll() is not None:
+                worker = self._starter.submit(_Worker).result()
+                self._workers[number] = worker
+            if self.is_closed:
                 worker.end()
-                raise CallError(f"took longer than {timeout_s:g} s")
-            succeeded, value = worker.connection.recv()
-        except (EOFError, OSError):
-            worker.end()
-            raise CallError(f"ended its process (exit code {worker.returncode})") from None
+                raise CallError("was not called, as the pool of workers is closed")
 
-        worker.imported.add(function_id)
+            grace_s = 0.0 if id(function) in worker.imported else IMPORT_GRACE_S
+            try:
+                worker.connection.send_bytes(message)
+                if not worker.connection.poll(timeout_s + grace_s):
+                    worker.end()
+                    raise CallError(f"took longer than {timeout_s:g} s")
+                succeeded, value = worker.connection.recv()
+            except (EOFError, OSError):
+                worker.end()
+                raise CallError(f"ended its process (exit code {worker.returncode})") from None
+            worker.imported.add(id(function))
+        finally:
+            self._idle.put(number)
+
         if not succeeded:
             raise CallError(value)
         return value
@@ -94,8 +95,9 @@ class CallPool:
     def close(self) -> None:
         """End all workers, those in a call too."""
         self.is_closed = True
-        for worker in list(self._workers.values()):
-            worker.end()
+        for worker in self._workers:
+            if worker:
+                worker.end()
 
 
 class _Worker(Popen):
@@ -171,15 +173,12 @@ if __name__ == "__main__":
         sys.path[:] = trainer.recv()
         while True:
             message = trainer.recv_bytes()
-            problem = "cannot be imported by a worker:"
             try:
                 function, arguments = pickle.loads(message)
-                problem = "raised"
                 value = function(**arguments)
                 if hasattr(value, "__await__"):
                     value = loop.run_until_complete(value)
-                problem = "returned what no process can send:"
-                reply = pickle.dumps((True, value))  # or why there is no value
+                reply = pickle.dumps((True, value))
             except BaseException as error:  # whatever user code raises, SystemExit too
-                reply = pickle.dumps((False, f"{problem} {described(error)}"))
+                reply = pickle.dumps((False, f"raised {described(error)}"))
             trainer.send_bytes(reply)

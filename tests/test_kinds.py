@@ -5,6 +5,7 @@ import math
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from rollouts.data import fingerprint
 from rollouts.evaluation import held_out_metrics
 from rollouts.group import Completion, Group, Prompt
 from rollouts.images import open_image
-from rollouts.scoring import Failures, decoded, spoken
+from rollouts.scoring import Failures, Scorer, text_of
 from train import off_policy_weights
 from training.batching import MicroBatch
 from training.logs import token_text
@@ -126,16 +127,14 @@ def ids_of(tokenizer, text):
         (THOUGHT, {"is_ended": False}, THOUGHT),
         (f"{THOUGHT}<eos>", {}, THOUGHT),
         (f"{THOUGHT}<|turn_end|>", {}, THOUGHT),
-        (f"{THOUGHT}<eos><eos>", {}, THOUGHT),
         ("<think>a</think>", {"is_ended": False}, "<think>a</think>"),  # cut behind a special token
         (THOUGHT, {"stop": ["</answer>"]}, THOUGHT),
-        ("a<eos>[user]b<eos>", {}, "a[user]b"),
         ("a<|turn_end|>b<|turn_end|>", {}, "a<|turn_end|>b"),
         ("a<eos>", {"stop": ["<eos>"]}, "a<eos>"),
     ],
 )
 def test_special_tokens_are_part_of_a_text(special, text, options, expected):
-    assert spoken(ids_of(special, text), special, **options) == expected
+    assert text_of(torch.tensor(ids_of(special, text)), special, **options) == expected
 
 
 def test_text_is_as_it_was_sampled():
@@ -148,30 +147,30 @@ def test_text_is_as_it_was_sampled():
         clean_up_tokenization_spaces=True,
     )  # fmt: skip
     ids = [1, 2, 1, 3, 1, 4, 1, 5]
-    assert spoken(ids, tokenizer) == "a . a , a n't a !"
+    assert text_of(ids, tokenizer) == "a . a , a n't a !"
     texts = [token_text(tokenizer, token_id) for token_id in ids]
     assert "".join(texts).strip() == "a . a , a n't a !"
     for end in ([], [6]):
-        assert spoken([8, 7, 7, 8, 7, 8, *end], tokenizer) == "100101"
-    assert spoken([8, 7, 6, 8, 7, 6], tokenizer) == "1010"
-    assert spoken([8, 7], tokenizer, is_ended=False) == "10"
+        assert text_of([8, 7, 7, 8, 7, 8, *end], tokenizer) == "100101"
+    assert text_of([8, 7], tokenizer, is_ended=False) == "10"
 
 
 def test_what_a_run_stops_at_is_part_of_a_text(special):
-    """A stop string that is one special token, stop_token_ids, and an end of the model among them."""
+    """A stop string that is one special token, and stop_token_ids."""
 
-    def text_of(text, **fields):
-        ids = ids_of(special, text)
+    def text(**fields):
+        ids = ids_of(special, THOUGHT)
         completion = Completion(ids, [-1.0] * len(ids), "stop", 0)
         group = Group(Prompt(0, [5], "a", {}), [completion])
-        return decoded(group, special, make_config(**fields))[0]
+        with closing(
+            Scorer(special, make_config(reward_funcs=[some_rewards.spread], **fields))
+        ) as scorer:
+            scorer.score(group)
+        return group.texts[0]
 
-    (answer_id,) = ids_of(special, "</answer>")
-    assert text_of(THOUGHT, stop=["</answer>"]) == THOUGHT
-    for stop_id, text in ((answer_id, THOUGHT), (special.eos_token_id, "a<eos>")):
-        assert text_of(text, sampling_params={"stop_token_ids": [stop_id]}) == text
-    special.unk_token = special.eos_token  # as GPT-2's: a string of several tokens is none
-    assert text_of("a<eos>", stop=["never"]) == "a"
+    assert text(stop=["</answer>"]) == THOUGHT
+    assert text(sampling_params={"stop_token_ids": ids_of(special, "</answer>")}) == THOUGHT
+    assert text() == THOUGHT.removesuffix("</answer>")
 
 
 @pytest.mark.parametrize(
@@ -201,15 +200,15 @@ def test_a_reward_that_changes_a_column_changes_its_own():
 
 
 def test_what_a_float_can_be_made_of_is_a_reward():
-    config = make_config(reward_funcs=[some_rewards.other_numbers])
-    assert score(make_groups(), config) == [[1.0, 0.5]] * 2
+    for function in (some_rewards.other_numbers, some_rewards.numbers_as_text):
+        config = make_config(reward_funcs=[function])
+        assert score(make_groups(), config) == [[1.0, 0.5]] * 2
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (some_rewards.arrays, ""),
-        (some_rewards.numbers_as_text, ""),
         # No loss takes these, nor would their weighted sum be one, in float32.
         (some_rewards.large, "OverflowError: int too large to convert to float"),
         (some_rewards.largest, r"it returned \[1.0, 1.7e\+308\]"),
@@ -223,33 +222,30 @@ def test_what_is_no_reward(function, message):
 
 @pytest.fixture
 def failures(tmp_path):
-    """Of a run with so many calls in a row."""
-    return lambda size: Failures("rewards", make_config(batch_size=size, output_dir=str(tmp_path)))
+    """Of a run that at most 8 in a row leave alive."""
+    return Failures("rewards", make_config(batch_size=1, output_dir=str(tmp_path)))
 
 
-@pytest.mark.parametrize("failed", [[0, 1, 2, 3], [5, 7, 4, 6], [1, 2, 3, 4, 5, 6, 7]])
-def test_failures_in_a_row_end_a_run_in_whatever_order_they_end(failures, failed):
-    """Four of a function that began in a row, seven at the latest; a tuple may be a column's key."""
-    found = failures(1)
+def test_failures_in_a_row_end_a_run(failures):
+    """Of one function, whatever others do; a success ends the row; a tuple may be a column's key."""
     group = Group(Prompt(0, [5], "a", {("a", 1): 2, "b": {3}}))  # type: ignore[dict-item]
-    of_f, of_g = zip(*[(found.begin("f"), found.begin("g")) for _ in range(8)], strict=True)
-    for number in failed[:-1]:
-        found.note(of_f[number], "it fails", group)
-    found.note(of_g[failed[-1]], "it fails", group)
-    with pytest.raises(UserError, match="it fails; so did 4 calls in a row"):
-        found.note(of_f[failed[-1]], "it fails", group)
-    assert len(found.failed) == len(failed) + 1
+    for number in range(14):
+        failures.in_a_row["g"] = 0
+        if number == 7:
+            failures.in_a_row["f"] = 0
+        failures.note("f", "it fails", group)
+        failures.note("g", "it fails", group)
+    with pytest.raises(UserError, match="it fails; so did 8 calls in a row"):
+        failures.note("f", "it fails", group)
+    assert failures.count == 29
 
 
-def test_failed_calls_are_said_once_in_a_row(failures, capsys):
-    """Half of a run's calls may fail, also where they end first; a judge's second outage is named."""
-    found = failures(64)
-    calls = [found.begin("f") for _ in range(640)]
-    for number in (*range(0, 64, 2), 70, 500):
-        found.note(calls[number], f"away at {number}", make_groups()[0])
-    assert len(found.failed) == 34
+def test_failed_calls_are_said_as_their_number_doubles(failures, capsys):
+    for number in range(100):
+        failures.note("f", f"away at {number}", make_groups()[0])
+        failures.in_a_row["f"] = 0
     told = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()]
-    assert told == ["away at 0", "away at 70", "away at 500"]
+    assert told == [f"away at {number}" for number in (0, 1, 3, 7, 15, 31, 63)]
 
 
 # -- data ------------------------------------------------------------------------------------------

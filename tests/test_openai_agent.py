@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,9 @@ openai = pytest.importorskip("openai", reason="comes with vLLM")
 
 from config import UserError
 from recipes.openai_agent import hermes_calls, trained
-from rollouts.custom import fill_by_rollout_fn
 from rollouts.data import make_prompt
 from rollouts.group import ENVIRONMENT, Group, Prompt, version_spans
+from rollouts.sampling import sample_group
 from rollouts.scoring import check_rewards
 from vllm_client import Server, ServerLost
 
@@ -442,9 +443,10 @@ def test_requests_that_are_refused(scripted, options, message):
     ],
 )
 def test_a_rollout_fn_that_fails_or_exits(scripted, rollout_fn, message):
-    group = Group(Prompt(0, [5], "", {}))
+    pool: Any = SimpleNamespace(lease=lambda: nullcontext(scripted.server))
+    group, config = Group(Prompt(0, [5], "", {})), make_config(rollout_fn=rollout_fn)
     with pytest.raises(UserError, match=f"rollout_fn on dataset row 0 {message}"):
-        fill_by_rollout_fn(group, scripted.server, SAMPLING, make_config(rollout_fn=rollout_fn))
+        sample_group(group, pool, None, config, **SAMPLING)
 
 
 def test_what_an_agent_hands_back(scripted):
