@@ -2,14 +2,15 @@
 
     torchrun --nproc_per_node=N train.py [recipes/x.py] [--field value ...]
 
-In reading order: advantages, the loss and its corrections, one step, the loop (`main`). A row is a
-micro-batch, one forward on this rank. Log-probs are the policy's, or `sampler_` (the server's),
-`trainer_` and `old_` (the policy's before the batch's first update), `ref_` (the reference's).
+In reading order: advantages, the loss and its corrections, one step, the loop (`main`). A
+micro-batch is one forward on this rank: a packed row, with columns of its tokens. Log-probs are the
+policy's, or `sampler_` (the server's), `trainer_` and `old_` (the policy's before the batch's first
+update), `ref_` (the reference's).
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from config import TrainConfig, UserError, parse_args
 from rollouts.custom import naming_function, own_advantages
 from rollouts.group import Group
 from rollouts.rollouts import Rollouts
-from training.batching import Dealer, MicroBatch
+from training.batching import MicroBatch
 from training.checkpoints import Checkpoints, run_folder
 from training.logs import RunLog
 from training.metrics import Gaps, TokenSums, check_loss
@@ -85,10 +86,11 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     elif config.advantages_need_batch:
         advantages = compute_advantages(rewards, scale)
     else:
-        together = compute_advantages(rewards.clone(), scale)  # a change may write into it
+        others = torch.cat([rewards - 1, rewards + 2])
+        among_others = compute_advantages(torch.cat([rewards, others]), scale)[: len(rewards)]
         # One by one, as rounding would depend on which groups arrived together.
         advantages = torch.cat([compute_advantages(one, scale) for one in rewards.split(1)])
-        if not torch.allclose(together, advantages, equal_nan=True):
+        if not torch.allclose(among_others, advantages, equal_nan=True):
             raise UserError(
                 "compute_advantages gives a group other advantages in its batch than alone: make it"
                 " an advantage_fn, which gets whole batches"
@@ -148,12 +150,12 @@ def grpo_loss(
         The loss, and sums over tokens: `clip_ratio/low`, `clip_ratio/high`, `kl` (nats); all 0-d.
     """
     mask = mask.to(logprobs.dtype)
-    num_tokens = completion_sums(mask, completion).clamp(min=1)
+    lengths = completion_sums(mask, completion).clamp(min=1)  # tokens that train
     log_ratio = bounded_log_ratio(logprobs, old_logprobs, mask)
     token_ratio = log_ratio.exp()
     ratio = token_ratio
     if config.importance_level == "sequence":  # with a gradient of each token's own
-        mean = completion_sums(log_ratio.detach(), completion) / num_tokens
+        mean = completion_sums(log_ratio.detach(), completion) / lengths
         ratio = (mean + log_ratio - log_ratio.detach()).exp()
 
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -179,16 +181,16 @@ def grpo_loss(
 
     per_token = per_token.where(mask > 0, 0.0)
     if config.loss_type == "grpo":
-        per_token = per_token / num_tokens
+        per_token = per_token / lengths
     return per_token.sum(), sums
 
 
-def loss_normalizer(num_completions: int, num_tokens: int, config: TrainConfig) -> float:
+def loss_normalizer(num_completions: int, num_trained_tokens: int, config: TrainConfig) -> float:
     """The number that divides an update's summed gradient.
 
     Args:
         num_completions: of the mini-batch, those without a trained token too.
-        num_tokens: tokens that train; both are of the whole batch where
+        num_trained_tokens: those that train; both are of the whole batch where
             `config.divides_by_batch` (dapo, cispo).
         config: loss_type, max_completion_len, num_minibatches.
     """
@@ -197,8 +199,8 @@ def loss_normalizer(num_completions: int, num_tokens: int, config: TrainConfig) 
     if config.loss_type == "dr_grpo":
         return max(num_completions, 1) * config.max_completion_len
     if config.divides_by_batch:  # all mini-batches divide by the batch's mean
-        return max(num_tokens, 1) / config.num_minibatches
-    return max(num_tokens, 1)  # bnpo
+        return max(num_trained_tokens, 1) / config.num_minibatches
+    return max(num_trained_tokens, 1)  # bnpo
 
 
 def off_policy_weights(
@@ -221,8 +223,8 @@ def off_policy_weights(
     if method.startswith(("sequence", "geometric")):
         log_weights = completion_sums(log_weights, completion)
     if method.startswith("geometric"):
-        num_tokens = completion_sums(mask.to(log_weights.dtype), completion).clamp(min=1)
-        log_weights = log_weights / num_tokens
+        lengths = completion_sums(mask.to(log_weights.dtype), completion).clamp(min=1)
+        log_weights = log_weights / lengths
 
     weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()  # products exceed their factors' bound
     if not method.endswith("mask"):
@@ -234,51 +236,34 @@ def off_policy_weights(
 # -- The step --------------------------------------------------------------------------------------
 
 
-def arriving_rows(rollouts: Rollouts, config: TrainConfig) -> Iterator[MicroBatch]:
-    """This rank's rows of the next batch, as its groups come.
-
-    Collective: every rank iterates to the end. Rank 0 sets advantages, and packs groups into rows.
-    """
-    dealer = Dealer(dist.get_world_size(), config)
-
-    def deal(groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:
-        # An earlier group again, as it takes two to see if `compute_advantages` looks at others.
-        set_advantages(dealer.added[:1] + groups, config)
-        return dealer.deal(groups, is_complete)
-
-    is_complete = False
-    while not is_complete:
-        # Both arguments are used on rank 0 alone, which has the groups.
-        rows, is_complete = rollouts.next_rows(dealer.missing_tokens(), deal)
-        yield from rows
-
-
 def train_batch(
-    policy: Any, reference: Any, optimizer: Any, scheduler: Any, rows: Iterable[MicroBatch],
-    config: TrainConfig, device: torch.device,
+    policy: Any, reference: Any, optimizer: Any, scheduler: Any,
+    micro_batches: Iterable[MicroBatch], config: TrainConfig, device: torch.device,
 ) -> tuple[dict[str, float], Gaps]:  # fmt: skip
     """Train one batch; returns metrics, and how far trainer and servers differ.
 
-    Collective: each rank has its own rows. With one update it trains on rows as they are dealt; for
-    several they are collected, to take the trainer's log-probs before the first.
+    Collective: each rank has its own micro-batches. With one update it trains on them as they are
+    dealt; for several they are collected, to take the trainer's log-probs before the first.
     """
-    learning_rate = optimizer.param_groups[0]["lr"]
+    learning_rate = float(optimizer.param_groups[0]["lr"])  # of 8-bit AdamW it is a tensor
     token_sums = TokenSums(device)
     grad_norms: list[float] = []
-    if config.updates_per_batch > 1:  # with one, rows train as they come, and are not kept
-        rows = list(rows)
-        for row in rows:
-            moved = row.to(device)
+    if config.updates_per_batch > 1:  # with one, they train as they come, and are not kept
+        micro_batches = list(micro_batches)
+        for micro_batch in micro_batches:
+            moved = micro_batch.to(device)
             with torch.no_grad():
-                row.trainer_logprobs = token_logprobs(policy, moved.packed, moved.images, config)
+                micro_batch.trainer_logprobs = token_logprobs(
+                    policy, moved.packed, moved.images, config
+                )
 
     for _ in range(config.num_iterations):
-        for row in rows:
+        for micro_batch in micro_batches:
             # DDP reduces gradients in an update's last backward; FSDP2 does not look at this.
-            policy.require_backward_grad_sync = bool(row.update)
-            add_gradient(policy, reference, row.to(device), token_sums, config)
-            if row.update:
-                normalizer = loss_normalizer(*row.update, config)
+            policy.require_backward_grad_sync = bool(micro_batch.update)
+            add_gradient(policy, reference, micro_batch.to(device), token_sums, config)
+            if micro_batch.update:
+                normalizer = loss_normalizer(*micro_batch.update, config)
                 grad_norms.append(optimizer_step(policy, optimizer, scheduler, normalizer, config))
                 token_sums.end_update(normalizer * config.updates_per_batch)
 
@@ -290,25 +275,26 @@ def train_batch(
 
 
 def add_gradient(
-    policy: Any, reference: Callable[..., Tensor] | None, row: MicroBatch, token_sums: TokenSums,
-    config: TrainConfig,
+    policy: Any, reference: Callable[..., Tensor] | None, micro_batch: MicroBatch,
+    token_sums: TokenSums, config: TrainConfig,
 ) -> None:  # fmt: skip
-    """Run a row forward and backward, and count its tokens and its loss."""
-    packed = row.packed
-    mask = row.mask
-    ref_logprobs = row.ref_logprobs
+    """Run a micro-batch forward and backward, and count its tokens and its loss."""
+    packed = micro_batch.packed
+    images = micro_batch.images
+    mask = micro_batch.mask
+    ref_logprobs = micro_batch.ref_logprobs
     if reference:  # before the policy's forward: a moving one borrows the policy's weights
-        ref_logprobs = reference(packed, row.images)
-    logprobs, entropy = token_logprobs(policy, packed, row.images, config, return_entropy=True)
+        ref_logprobs = reference(packed, images)
+    logprobs, entropy = token_logprobs(policy, packed, images, config, return_entropy=True)
 
-    trainer_logprobs = row.trainer_logprobs
+    trainer_logprobs = micro_batch.trainer_logprobs
     if trainer_logprobs is None:  # it trains once: these will do
         trainer_logprobs = logprobs.detach()
     old_logprobs = trainer_logprobs
     if config.old_logprobs == "sampler":
-        old_logprobs = row.sampler_logprobs
+        old_logprobs = micro_batch.sampler_logprobs
     weights = off_policy_weights(
-        trainer_logprobs, row.sampler_logprobs, mask, packed.completion, config
+        trainer_logprobs, micro_batch.sampler_logprobs, mask, packed.completion, config
     )
     loss_fn: Any = config.loss_fn or grpo_loss
     if config.loss_reads_entropy:
@@ -317,13 +303,13 @@ def add_gradient(
     trained = logprobs.where(mask > 0, logprobs.detach())
     with naming_function("loss_fn"):
         loss, loss_sums = loss_fn(
-            trained, old_logprobs, ref_logprobs, row.advantages * weights, mask,
+            trained, old_logprobs, ref_logprobs, micro_batch.advantages * weights, mask,
             packed.completion, config,
         )  # fmt: skip
         check_loss(loss, loss_sums)
     loss.backward()
 
-    token_sums.add({**loss_sums, "loss_sum": loss}, entropy, trainer_logprobs, row)
+    token_sums.add({**loss_sums, "loss_sum": loss}, entropy, trainer_logprobs, micro_batch)
 
 
 def optimizer_step(
@@ -352,21 +338,21 @@ def main(config: TrainConfig) -> None:
     config = with_bf16(config)
     with (
         process_group(config.collective_timeout) as device,
-        run_folder(config) as (checkpoint, resumed),
-        closing(Rollouts(config, device, resumed)) as rollouts,
+        run_folder(config) as (checkpoint, before),
+        closing(Rollouts(config, device, before)) as rollouts,
         stop_signals(rollouts.stop),
     ):
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.example, checkpoint)
         config = share_prefixes(policy, config, rollouts.example)
-        rollouts.set_config(config)  # it packs and measures rows as the trainer does
+        rollouts.set_config(config)  # it packs groups as the trainer does
         reference = build_reference(policy, config, device, rollouts.example)
         num_updates = rollouts.num_steps * config.updates_per_batch
         optimizer, scheduler = build_optimizer(policy, num_updates, config)
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts, reference)
-        step = checkpoints.resume(checkpoint, resumed)
+        step = checkpoints.resume(checkpoint, before)
         num_skipped = 0
-        log = RunLog(config, rollouts.num_steps, resumed, rollouts.noting_failure, rollouts.run)
+        log = RunLog(config, rollouts.num_steps, before, rollouts.noting_failure, rollouts.run)
         with closing(log), checkpoints.saving(log):  # saves, and ends where `Stopped` is raised
             rollouts.publish(policy, step)  # from now on threads sample and score groups
             if step == 0:
@@ -378,9 +364,9 @@ def main(config: TrainConfig) -> None:
                 metrics: dict[str, float] = {"policy_version": step}
                 with timed("time/step_s", metrics):
                     with timed("time/train_s", metrics):  # the log takes the waiting out
-                        rows = arriving_rows(rollouts, config)
+                        micro_batches = rollouts.next_batch(set_advantages)
                         trained, gaps = train_batch(
-                            policy, reference, optimizer, scheduler, rows, config, device
+                            policy, reference, optimizer, scheduler, micro_batches, config, device
                         )
                     step += 1
                     if config.reference_decay is not None:

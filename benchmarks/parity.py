@@ -316,7 +316,7 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
             loss = loss + of_row
         update = this_round[0].update
         if update:
-            loss = loss / loss_normalizer(update.num_completions, update.num_tokens, config)
+            loss = loss / loss_normalizer(update.num_completions, update.num_trained_tokens, config)
             gradients += torch.autograd.grad(loss, logprobs)
             losses.append(loss.detach())
             loss = torch.zeros((), dtype=torch.float64)

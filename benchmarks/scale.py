@@ -107,16 +107,15 @@ def make_groups(num: int, prompt: int, completion: int, generations: int) -> tup
 
 
 def deal(groups: list[Any], num_ranks: int, config: Any) -> list[Any]:
-    """What each rank gets of groups that come one after the other, a row of each at a time, as `Rollouts.take` does."""
+    """What each rank gets of groups that come one after the other, a row of each at a time, as `Rollouts.next_batch` does."""
     dealer, dealt, taken = Dealer(num_ranks, config), [], []
-    room = dealer.missing_tokens()
     for number, group in enumerate(groups):
         set_advantages([group], config)
         taken.append(group)
-        room -= len(group.prompt.token_ids) + sum(len(c.token_ids) for c in group.completions)
-        if (is_last := number == len(groups) - 1) or room <= 0:
+        is_last = number == len(groups) - 1
+        if is_last or not dealer.needs_more(taken):
             dealt.append(dealer.deal(taken, is_last))
-            taken, room = [], dealer.missing_tokens()
+            taken = []
     return dealt
 
 

@@ -29,7 +29,7 @@ from benchmarks.local_server import apart, local_server
 from config import TrainConfig
 from recipes.rewards import exact_match
 from rollouts.rollouts import Rollouts
-from train import arriving_rows, train_batch
+from train import set_advantages, train_batch
 from training.metrics import batch_metrics
 from training.model import build_policy, share_prefixes
 from training.optimizer import build_optimizer
@@ -121,7 +121,7 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
         parts: dict[str, float] = {}
         with timed("time/step_s", parts):
             with timed("time/train_s", parts):
-                rows = arriving_rows(rollouts, config)
+                rows = rollouts.next_batch(set_advantages)
                 train_batch(policy, None, optimizer, scheduler, rows, config, device)
             batch = rollouts.end_batch({})
             with timed("time/sync_s", parts):

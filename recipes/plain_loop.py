@@ -52,22 +52,22 @@ def plain_loop(run: Run, device: Any, config: TrainConfig) -> None:
 
         # 3. Rows that hold each prompt once; their losses add up.
         dealer = Dealer(num_ranks=1, config=config)
-        (rows,) = dealer.deal(groups, is_complete=True)  # a list for each rank, here for one
-        for row in rows:
-            row = row.to(device)
-            completion = row.packed.completion  # the index of each token's completion
-            mask = row.mask
-            logprobs = token_logprobs(policy, row.packed, row.images, config)
+        (micro_batches,) = dealer.deal(groups, is_complete=True)  # a list for each rank, here one
+        for micro_batch in micro_batches:
+            micro_batch = micro_batch.to(device)
+            completion = micro_batch.packed.completion  # the index of each token's completion
+            mask = micro_batch.mask
+            logprobs = token_logprobs(policy, micro_batch.packed, micro_batch.images, config)
             old = logprobs.detach()  # as this is the batch's only update
             # Even on-policy the server's log-probs differ, by rounding.
-            weights = off_policy_weights(old, row.sampler_logprobs, mask, completion, config)
-            advantages = row.advantages * weights
+            sampled = micro_batch.sampler_logprobs
+            weights = off_policy_weights(old, sampled, mask, completion, config)
+            advantages = micro_batch.advantages * weights
             loss, _ = grpo_loss(logprobs, old, None, advantages, mask, completion, config)
             loss.backward()
 
         # 4. One division for all rows, and a step.
-        num_completions, num_tokens = num_trained(groups, config)
-        normalizer = loss_normalizer(num_completions, num_tokens, config)
+        normalizer = loss_normalizer(*num_trained(groups, config), config)
         norm = optimizer_step(policy, optimizer, scheduler, normalizer, config)
         reward = sum(sum(group.reward) for group in groups) / len(groups) / config.num_generations
         print(f"step {step + 1}/{num_steps} · reward {reward:.4g} · grad_norm {norm:.4g}")

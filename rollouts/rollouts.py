@@ -19,7 +19,7 @@ from rollouts.images import image_example
 from rollouts.proofs import check_gaps, prove
 from rollouts.run import open_run
 from rollouts.stream import GroupStream, add_to_history, next_groups
-from training.batching import MicroBatch, row_tokens
+from training.batching import Dealer, MicroBatch
 from training.metrics import Gaps
 from utils import (
     Stopped,
@@ -46,18 +46,18 @@ class Rollouts:
     """
 
     def __init__(
-        self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None
+        self, config: TrainConfig, device: torch.device, before: dict[str, Any] | None = None
     ):
         self.config = config
         self.device = device
-        self.stop = threading.Event()  # ends `next_rows` and `evaluate`
+        self.stop = threading.Event()  # ends `next_batch` and `evaluate`
         self.failure: Exception | None = None  # for which the run is to end, on rank 0
         self.policy: Any = None  # that was published last
         self.version = -1  # of that policy
         self.run: Any = None  # on rank 0
         self.pool: Any = None  # on rank 0
 
-        before = resumed or {"num_tokens": 0, "step": 0, "open": [], "next": 0, "history": {}}
+        before = before or {"num_tokens": 0, "step": 0, "open": [], "next": 0, "history": {}}
         self.num_tokens = before["num_tokens"]  # that were trained, prompts included
         gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
         opened: Any = call_on_main(partial(self._open, before, gpus))
@@ -114,53 +114,50 @@ class Rollouts:
 
     # -- Groups, from here to the trainer --
 
-    def next_rows(
-        self, num_tokens: float, deal: Callable[[list[Group], bool], list[list[MicroBatch]]]
-    ) -> tuple[list[MicroBatch], bool]:
-        """This rank's next rows of the batch. Collective.
+    def next_batch(
+        self, set_advantages: Callable[[list[Group], TrainConfig], None]
+    ) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the next batch, as its groups come.
 
-        Rank 0 waits for groups, deals them, and sends each rank its rows.
-
-        Args:
-            num_tokens: of groups to wait for, about; where servers sleep it is the whole batch, as
-                no more can be sampled until that is trained.
-            deal: makes the rows of each rank, of groups that came, and True where they are the
-                batch's last; rank 0 calls it.
-
-        Returns:
-            This rank's rows, and True where they complete the batch.
+        Collective: every rank iterates to the end. Rank 0 waits for groups, lets `set_advantages`
+        fill theirs in, packs them, and sends each rank its own. Where servers sleep it waits for
+        the whole batch, as no more can be sampled until that is trained.
 
         Raises:
             Stopped: the run is to end.
         """
+        dealer = Dealer(dist.get_world_size(), self.config)
         groups: list[Group] = []
-        rows_of_rank: list[list[MicroBatch]] = []
+        of_ranks: list[list[MicroBatch]] = []
 
         def look() -> bool | None:
-            nonlocal num_tokens
             group = self.stream.take()
             if not group:
                 if self.version >= self.stream.num_steps:  # there are groups for fewer steps
                     self.stop.set()
                 return None  # look again
             groups.append(group)
-            num_tokens -= row_tokens([group], self.config)
             is_complete = self.stream.missing == 0
-            if not is_complete and (num_tokens > 0 or self.servers_sleep):
+            if not is_complete and (self.servers_sleep or dealer.needs_more(groups)):
                 return None
             if self.servers_sleep:  # before any rank trains
                 self.pool.fall_asleep()
-            rows_of_rank.extend(deal(groups, is_complete))
+            set_advantages(groups, self.config)
+            of_ranks.extend(dealer.deal(groups, is_complete))
+            groups.clear()
             return is_complete
 
-        started_s = time.monotonic()
-        is_complete = self._wait(look)  # None where the run is to end
-        self.waited_s += time.monotonic() - started_s
-        if is_complete is None:
-            raise Stopped
-        rows: list[list[MicroBatch]] = [[]]  # of this rank
-        dist.scatter_object_list(rows, rows_of_rank, src=0)
-        return rows[0], is_complete
+        is_complete: bool | None = False
+        while not is_complete:
+            started_s = time.monotonic()
+            is_complete = self._wait(look)
+            self.waited_s += time.monotonic() - started_s
+            if is_complete is None:
+                raise Stopped
+            own: list[list[MicroBatch]] = [[]]  # of this rank
+            dist.scatter_object_list(own, of_ranks, src=0)
+            of_ranks.clear()
+            yield from own[0]
 
     def _wait(self, look: Callable[[], bool | None]) -> bool | None:
         """Repeat rank 0's `look` until it finds something. Collective.

@@ -24,7 +24,7 @@ from torch import Tensor
 from config import TrainConfig, UserError, parse_args
 from recipes.replay import replaying
 from rollouts.rollouts import Rollouts
-from train import arriving_rows, train_batch
+from train import set_advantages, train_batch
 from training.batching import MicroBatch
 from training.model import build_policy, build_reference, share_prefixes, with_bf16
 from training.optimizer import build_optimizer
@@ -67,6 +67,8 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> None:
         policy = build_policy(a, device, of_a.example)
         a = share_prefixes(policy, a, of_a.example)
         b = share_prefixes(policy, b, of_a.example)
+        of_a.set_config(a)
+        of_b.set_config(b)
         reference_a = build_reference(policy, a, device, of_a.example)
         reference_b = build_reference(policy, b, device, of_a.example)
         optimizer, scheduler = build_optimizer(policy, of_a.num_steps, a)
@@ -74,7 +76,8 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> None:
             for rollouts in (of_a, of_b):
                 rollouts.publish(policy, step - 1)
             try:
-                batch_a, batch_b = list(arriving_rows(of_a, a)), list(arriving_rows(of_b, b))
+                batch_a = list(of_a.next_batch(set_advantages))
+                batch_b = list(of_b.next_batch(set_advantages))
             except Stopped:
                 if failure := of_a.failure or of_b.failure:
                     raise failure from None

@@ -28,7 +28,7 @@ from recipes.losses import entropy_bonus
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
 from rollouts.run import open_run
 from train import loss_normalizer, optimizer_step, train_batch
-from training.batching import Dealer, row_tokens
+from training.batching import Dealer
 from training.loading import add_lora
 from training.model import (
     build_policy,
@@ -359,10 +359,12 @@ def test_training_starts_before_the_batch_is_complete():
         group.advantages = [1.0, 0.0, -1.0]
     synchronous = {"max_tokens_per_gpu": 40, "max_staleness": 0}
     dealer = Dealer(1, make_config("m", **synchronous))
-    assert dealer.missing_tokens() == 40
+    assert dealer.needs_more(groups[:2])  # 35 tokens
+    assert not dealer.needs_more(groups[:3])
     first = dealer.deal(groups[:3], is_complete=False)
     assert first[0][0].packed.group.unique().tolist() == [0, 1]
-    assert dealer.missing_tokens() == 40 - row_tokens(dealer.waiting, dealer.config) < 40
+    assert dealer.needs_more([])
+    assert not dealer.needs_more(groups[3:])  # beside the third
     last = dealer.deal(groups[3:], is_complete=True)
     # Groups of 17, 18, 26 and 24 tokens, without the last of each completion.
     assert sizes_of(first + last) == [[17 + 18 - 6], [26 - 3, 24 - 3]]
@@ -370,7 +372,7 @@ def test_training_starts_before_the_batch_is_complete():
     assert updates_of(last[0]) == [(12, NUM_TOKENS)]
     for fields in NEED_ALL:
         config = make_config("m", **synchronous | fields)
-        assert Dealer(1, config).missing_tokens() == math.inf
+        assert Dealer(1, config).needs_more(groups)
     ranks = dealt(make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=30))
     assert sizes_of(ranks) == [[14 + 15, 14], [23, 16]]  # the smaller to the rank that has had more
 

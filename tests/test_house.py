@@ -17,7 +17,7 @@ ROOMS = {
         "servers", "sending", "proofs", "rollouts", "run", "evaluation",
     },
     "training": {
-        "batching", "loading", "optimizer", "model", "vision", "checkpoints", "logs", "metrics",
+        "batching", "loading", "optimizer", "model", "checkpoints", "logs", "metrics",
     },
     "weights": {"publish", "group"},
     "server": {"app", "messages", "receiver", "whole"},

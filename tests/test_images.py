@@ -51,8 +51,13 @@ from rollouts.rollouts import Rollouts
 from rollouts.sampling import sample_group
 from train import train_batch
 from training.batching import Dealer, micro_batches
-from training.model import build_policy, build_reference, share_prefixes, token_logprobs
-from training.vision import image_features
+from training.model import (
+    build_policy,
+    build_reference,
+    image_features,
+    share_prefixes,
+    token_logprobs,
+)
 from utils import broadcast_object, is_main, process_group
 from vllm_client import ServerError
 

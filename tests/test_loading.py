@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from datetime import timedelta
 from itertools import chain
 
@@ -87,13 +86,6 @@ def test_every_rank_has_rank_0s_model(saved_models, tmp_path, part):
             assert state.keys() == expected.keys(), path.name
             for name, tensor in expected.items():
                 assert torch.equal(state[name], tensor), (path.name, name)
-
-
-def test_text_models_train_without_the_vision_room(models, monkeypatch):
-    monkeypatch.setitem(sys.modules, "training.vision", None)  # an import of it fails
-    with process_group(60) as device:
-        config = make_config(models["tied"], beta=0.1)
-        assert build_reference(build_policy(config, device), config, device)
 
 
 def adapters_on_ranks(output, model, checkpoint):

@@ -109,7 +109,7 @@ def train_on(model, gradients, config, own=lambda gradient, weight: gradient):
     optimizer, scheduler = build_optimizer(model, len(gradients), config)
     rates = []
     for of_update in gradients:
-        rates.append(optimizer.param_groups[0]["lr"])
+        rates.append(float(optimizer.param_groups[0]["lr"]))
         for name, weight in model.named_parameters():
             nothing = torch.full(weight.shape, torch.nan)
             weight.grad = own(of_update[name].clone() if of_update else nothing, weight)

@@ -17,7 +17,7 @@ from rollouts.custom import check_segments
 from rollouts.group import Completion, Group, Prompt
 from rollouts.images import Images
 from train import main
-from training.batching import Dealer, micro_batches, row_tokens
+from training.batching import Dealer, micro_batches
 from training.logs import batch_samples
 from training.metrics import batch_metrics
 from utils import process_group
@@ -200,8 +200,8 @@ def test_equal_prompts_with_images_stay_apart():
         groups.append(
             Group(prompt, [completion([7, 8]), completion([9, 7])], advantages=[1.0, -1.0])
         )
-    assert row_tokens(groups, config) == 2 * (3 + 1 + 1)
     (micro,) = micro_batches(groups, 100, config)
+    assert micro.packed.num_tokens == 2 * (3 + 1 + 1)
     assert micro.packed.prompts == [0, 1]
     assert micro.images["pixel_values"][:, 0].tolist() == [0.0, 1.0]
 

@@ -28,8 +28,8 @@ from test_server import (
 import train
 from benchmarks.local_server import local_server
 from rollouts import servers
-from rollouts.rollouts import Rollouts
 from rollouts.servers import ServerPool
+from training.batching import Dealer
 
 SAMPLING = {"n": 2, "max_tokens": 20, "temperature": 1.0}
 
@@ -92,16 +92,15 @@ def test_an_update_wakes_a_server(models, tmp_path, options, make):
 def test_a_run_sleeps_while_it_trains(stand_in, train_on, tmp_path, monkeypatch, num_servers):
     """Once a step, after all samples and before the update; and learns the same, to the bit."""
     weights = []
-    taken = []  # whether a batch was complete, at each `take`
+    taken = []  # whether a batch was complete, each time that groups were dealt
     released = []  # the last request before memory is released
-    take = Rollouts.next_rows
+    deal = Dealer.deal
 
-    def taking(self, num_tokens, deal):
-        rows, is_complete = take(self, num_tokens, deal)
+    def dealing(self, groups, is_complete):
         taken.append(is_complete)
-        return rows, is_complete
+        return deal(self, groups, is_complete)
 
-    monkeypatch.setattr(Rollouts, "next_rows", taking)
+    monkeypatch.setattr(Dealer, "deal", dealing)
     for can_sleep in (False, True):
         ours = [stand_in(can_sleep=can_sleep) for _ in range(num_servers)]
         log = ours[0].log

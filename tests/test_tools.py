@@ -30,7 +30,7 @@ TIMES = {"time/step_s": 1.0, "time/train_s": 1.0, "time/wait_s": 0.0, **PACE}
 def logging(folder, num_steps=4, start=None, **fields):
     with process_group(60):
         fields = {"reward_funcs": [len], "output_dir": str(folder), **fields}
-        log = RunLog(make_config(**fields), num_steps, *([start] if start else []))
+        log = RunLog(make_config(**fields), num_steps, start or {})
         yield log
         log.close()
 
@@ -398,6 +398,23 @@ def test_the_first_groups_that_were_begun_are_logged_before_a_checkpoint_is(tmp_
         log.state()
         (sample,) = jsonl(tmp_path / "completions.jsonl")
     assert sample["group"] == 1
+
+
+def test_files_are_cut_where_a_run_goes_on(tmp_path):
+    """Whatever their lines hold; half a line goes too, and a file that somebody removed begins anew."""
+    group = scored([1.0])
+    group.texts = ["a\u2028b\x85c\x0bd"]
+    names = ("metrics.jsonl", "completions.jsonl")
+    with logging(tmp_path) as log:
+        log.step(1, TIMES, Batch([group]))
+        state = log.state()
+        before = [(tmp_path / name).read_bytes() for name in names]
+        log.step(2, TIMES, Batch([group]))
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 3, "rew')
+    (tmp_path / "dropped.jsonl").unlink()
+    with logging(tmp_path, start=state):
+        assert [(tmp_path / name).read_bytes() for name in names] == before
 
 
 def test_a_collapse_is_said_in_plain_words(tmp_path, capsys):

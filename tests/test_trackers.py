@@ -34,13 +34,13 @@ def log_two_runs(folder, package):
     options = {f"use_{package}": True, "wandb_project": "mine", "log_completions_steps": 2}
     config = config_of(folder, **options)
     with process_group(60):
-        log = RunLog(config, 4)
+        log = RunLog(config, 4, {})
         log.step(0, {"eval/reward": 0.25})
         for step in (1, 2):
             log.step(step, TIMES | {"loss": float("nan")}, Batch([scored([0.0, 1.0])]))
         state = log.state()
         log.close()
-        log = RunLog(config, 4, state | {"step": 2})
+        log = RunLog(config, 4, state)
         log.step(3, dict(TIMES), Batch([scored([1.0, 1.0])]))
         log.close()
     return state["run_id"]
@@ -122,7 +122,7 @@ def test_on_step_gets_what_is_on_the_disk(tmp_path):
     groups = [list(batch.groups) for batch in batches]
     first = {"eval/reward": 0.25}
     with process_group(60):
-        log = RunLog(config_of(tmp_path, on_step), 4)
+        log = RunLog(config_of(tmp_path, on_step), 4, {})
         log.step(0, first)
         for step, batch in enumerate(batches, 1):
             log.step(step, dict(TIMES), batch)
@@ -146,7 +146,7 @@ def test_an_error_of_on_step_is_heard_of(tmp_path, last, heard_at):
 
     heard = []
     with process_group(60):
-        log = RunLog(config_of(tmp_path, on_step), 4)
+        log = RunLog(config_of(tmp_path, on_step), 4, {})
         for step in range(3):
             try:
                 log.step(step, {"loss": 0.5})
@@ -160,7 +160,7 @@ def test_an_error_of_on_step_is_heard_of(tmp_path, last, heard_at):
 
 def test_another_signature_is_told_at_the_first_step(tmp_path):
     with process_group(60):
-        log = RunLog(config_of(tmp_path, lambda step, metrics: None), 4)
+        log = RunLog(config_of(tmp_path, lambda step, metrics: None), 4, {})
         with pytest.raises(UserError, match=r"^on_step raised TypeError: .* positional argument"):
             log.step(0, {"eval/reward": 0.5})
 

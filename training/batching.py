@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
@@ -19,7 +18,7 @@ class Update(NamedTuple):
     """An optimizer step, and what its gradient is a mean over, on all ranks."""
 
     num_completions: int
-    num_tokens: int  # those that train
+    num_trained_tokens: int
 
 
 @dataclass
@@ -37,7 +36,7 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # nats, where a part of the run gives them
     trainer_logprobs: Tensor | None = None  # nats, before the first of several updates
     images: dict[str, Tensor] = field(default_factory=dict)  # of the row's prompts, joined
-    update: Update | None = None  # follows this row, the last one of its mini-batch
+    update: Update | None = None  # follows this one, the last of its mini-batch
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
@@ -50,20 +49,6 @@ class MicroBatch:
 
 
 # -- From columns to rows --------------------------------------------------------------------------
-
-
-def groups_apart(groups: Sequence[Group]) -> set[int]:
-    """The numbers of groups with images, which share nothing with others.
-
-    Their token ids do not tell the images apart.
-    """
-    return {number for number, group in enumerate(groups) if group.prompt.images}
-
-
-def row_tokens(groups: Sequence[Group], config: TrainConfig) -> int:
-    """Positions of the smallest row that holds all groups."""
-    sequences = [group.sequences for group in groups]
-    return num_packed_tokens(sequences, config.share_prefix, apart=groups_apart(groups))
 
 
 def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
@@ -87,8 +72,10 @@ def micro_batches(
     """Pack groups and their columns into rows of at most `max_tokens`, or one (None)."""
     columns = token_columns(groups, config)
     sequences = [group.sequences for group in groups]
+    # Groups with images share nothing with others: token ids do not tell images apart.
+    apart = {number for number, group in enumerate(groups) if group.prompt.images}
     found = []
-    for row in pack(sequences, max_tokens, config.share_prefix, apart=groups_apart(groups)):
+    for row in pack(sequences, max_tokens, config.share_prefix, apart):
         row_columns: Any = {name: column[row.index] for name, column in columns.items()}
         # None: a prompt of several groups, which is text alone.
         prompts = [groups[number].prompt for number in row.prompts if number is not None]
@@ -102,12 +89,12 @@ def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]
     for group in groups:
         tokens = group.tokens
         advantages = torch.tensor(group.advantages).float()
-        trains = torch.tensor(trained_lengths(group, config)) > 0
+        trains = torch.tensor(trained_lengths(group, config))[tokens.completion] > 0
         versions = tokens.weight_versions
         is_current = versions == group.trained_version
         of_group = {
             "advantages": advantages[tokens.completion],
-            "mask": (versions != ENVIRONMENT) & trains[tokens.completion],
+            "mask": ((versions != ENVIRONMENT) & trains).float(),
             "sampler_logprobs": tokens.sampler_logprobs,
             "servers": is_current.to(torch.int16) * (1 + group.server),
         }
@@ -116,9 +103,7 @@ def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]
         for name, column in of_group.items():
             columns[name].append(column)
 
-    joined = {name: torch.cat(parts) for name, parts in columns.items()}
-    joined["mask"] = joined["mask"].float()
-    return joined
+    return {name: torch.cat(parts) for name, parts in columns.items()}
 
 
 # -- From rows to ranks ----------------------------------------------------------------------------
@@ -138,79 +123,82 @@ class Dealer:
         self.waiting: list[Group] = []  # not dealt yet
         self.added: list[Group] = []  # since the last update, dealt or not
 
-    def missing_tokens(self) -> float:
-        """Tokens to wait for before dealing: a row for each rank, or inf for the whole batch.
+    def needs_more(self, groups: list[Group]) -> bool:
+        """True where the groups that came make less than a row for each rank.
 
-        With max_staleness 0, training while a batch arrives hides its sampling. It is inf where
-        that gains nothing, as rollouts run ahead (docs/asynchronous.md), and where the whole batch
+        With max_staleness 0, training while a batch arrives hides its sampling. The whole batch is
+        awaited where that gains nothing, as rollouts run ahead (docs/asynchronous.md), and where it
         is needed first.
         """
         config = self.config
         if config.max_staleness > 0 or config.updates_per_batch > 1 or config.advantages_need_batch:
-            return math.inf
-        return self.num_ranks * config.max_tokens_per_gpu - row_tokens(self.waiting, config)
+            return True
+        num_tokens = 0
+        for group in self.waiting + groups:
+            num_tokens += num_packed_tokens([group.sequences], config.share_prefix)
+        return num_tokens < self.num_ranks * config.max_tokens_per_gpu
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:
-        """Deal the groups that came: each rank's next rows.
+        """Deal the groups that came: each rank's next micro-batches.
 
         Args:
             groups: in the order in which they train; with several mini-batches the whole batch.
             is_complete: these are the batch's last groups.
         """
         config = self.config
-        rows_of_rank: list[list[MicroBatch]] = [[] for _ in range(self.num_ranks)]
+        of_ranks: list[list[MicroBatch]] = [[] for _ in range(self.num_ranks)]
         size = config.batch_size // config.num_minibatches
         for start in range(0, len(groups), size):
             self.waiting += groups[start : start + size]
             self.added += groups[start : start + size]
-            dealt = self._next_rows(is_complete)
-            for rank, rows in enumerate(rows_of_rank):
-                rows += dealt[rank :: self.num_ranks]
+            dealt = self._next_rounds(is_complete)
+            for rank, own in enumerate(of_ranks):
+                own += dealt[rank :: self.num_ranks]
             if is_complete:  # with several mini-batches, each of them ends with an update
                 of_batch = config.num_minibatches > 1 and config.divides_by_batch
                 update = num_trained(groups if of_batch else self.added, config)
                 self.added = []
-                for rows in rows_of_rank:  # each has one: the last row waited until now
-                    rows[-1].update = update
-        return rows_of_rank
+                for own in of_ranks:  # each has one: the last row waited until now
+                    own[-1].update = update
+        return of_ranks
 
-    def _next_rows(self, is_complete: bool) -> list[MicroBatch]:
-        """Whole rounds of rows; the groups of other rows wait for the next call.
+    def _next_rounds(self, is_complete: bool) -> list[MicroBatch]:
+        """Whole rounds of micro-batches; the groups of others wait for the next call.
 
         At the end of an update these groups are packed again, into smaller rows for all ranks, and
         dealt too.
         """
         config = self.config
         num_ranks = self.num_ranks
-        rows = micro_batches(self.waiting, config.max_tokens_per_gpu, config)
-        num_dealt = len(rows)
+        found = micro_batches(self.waiting, config.max_tokens_per_gpu, config)
+        num_dealt = len(found)
         if not is_complete:  # later groups may join the last row
             num_dealt -= 1
         num_dealt -= num_dealt % num_ranks
         # A round less, until the cut falls between two groups.
-        while 0 < num_dealt < len(rows):
-            last = rows[num_dealt - 1].packed
-            if last.group[-1] != rows[num_dealt].packed.group[0]:
+        while 0 < num_dealt < len(found):
+            last = found[num_dealt - 1].packed
+            if last.group[-1] != found[num_dealt].packed.group[0]:
                 break
             num_dealt -= num_ranks
-        left = rows[num_dealt:]
+        left = found[num_dealt:]
         self.waiting = self.waiting[left[0].packed.group[0] :] if left else []
         if not is_complete or not left:
-            return rows[:num_dealt]
+            return found[:num_dealt]
 
         num_smaller = math.ceil(len(left) / num_ranks) * num_ranks
-        tokens_each = sum(row.packed.num_tokens for row in left) / num_smaller
+        tokens_each = sum(each.packed.num_tokens for each in left) / num_smaller
         # So that no completion is cut by the smaller bound.
         longest = longest_completion(self.waiting, config)
         max_tokens = min(max(math.ceil(tokens_each), longest), config.max_tokens_per_gpu)
-        rows[num_dealt:] = micro_batches(self.waiting, max_tokens, config)
+        found[num_dealt:] = micro_batches(self.waiting, max_tokens, config)
         self.waiting = []
 
-        smallest = min(rows, key=lambda row: row.packed.num_tokens)
+        smallest = min(found, key=lambda each: each.packed.num_tokens)
         filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
-        while len(rows) % num_ranks != 0:
-            rows.append(filler)
-        return rows
+        while len(found) % num_ranks != 0:
+            found.append(filler)
+        return found
 
 
 def num_trained(groups: list[Group], config: TrainConfig) -> Update:

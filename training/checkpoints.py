@@ -61,42 +61,42 @@ MAY_CHANGE = frozenset({
 
 
 @contextmanager
-def run_folder(config: TrainConfig) -> Iterator[tuple[Path | None, dict[str, Any] | None]]:
+def run_folder(config: TrainConfig) -> Iterator[tuple[Path | None, dict[str, Any]]]:
     """Keep other runs out of `output_dir`, and choose the checkpoint that this one goes on from.
 
-    Yields the checkpoint and its state, as `find_start`. Collective: rank 0 chooses for all.
+    Yields what `find_start` returns. Collective: rank 0 chooses for all.
 
     Raises:
         UserError: the folder or the checkpoint cannot be used.
     """
     folder = Path(config.output_dir)
     with ExitStack() as lock:
-        probe = checkpoint = state = None
+        found = None
         if is_main():
             with naming(f"output_dir={folder} cannot be written, or has another run in it"):
                 folder.mkdir(parents=True, exist_ok=True)
                 lock.enter_context(FileLock(folder / "lock").acquire(timeout=0))
-            checkpoint, state = find_start(config)
+            checkpoint, before = find_start(config)
             if config.hub_repo_id:
                 with naming("hub_repo_id: nothing can be pushed there"):
                     hub = huggingface_hub.HfApi()
                     hub.create_repo(config.hub_repo_id, private=config.hub_private, exist_ok=True)
                     hub.auth_check(config.hub_repo_id, write=True)  # it may be another's
             # A name that no rank has seen; `_make_way` removes it.
-            probe = Path(mkdtemp(".part", "checkpoint-", folder))
+            found = (checkpoint, before, Path(mkdtemp(".part", "checkpoint-", folder)))
 
-        probe, checkpoint, state = broadcast_object((probe, checkpoint, state))
+        checkpoint, before, probe = broadcast_object(found)
         if not all(gather_objects(probe.is_dir())):
             raise UserError(
                 f"output_dir={folder} is not one folder for all ranks: use a disk that they share"
             )
-        yield checkpoint, state
+        yield checkpoint, before
 
 
-def find_start(config: TrainConfig) -> tuple[Path | None, dict[str, Any] | None]:
-    """The checkpoint that `resume_from_checkpoint` names, and the `state` of its saving.
+def find_start(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint that `resume_from_checkpoint` names, and what was saved with it.
 
-    `auto` is the one of the largest step in `output_dir`. None, None where the run starts anew.
+    `auto` is the one of the largest step in `output_dir`. None, {} where the run starts anew.
 
     Raises:
         UserError: a file cannot be read, or the run had other settings.
@@ -106,31 +106,31 @@ def find_start(config: TrainConfig) -> tuple[Path | None, dict[str, Any] | None]
         found = checkpoints_in(Path(config.output_dir))
         wanted = found.get(max(found, default=0))
     if wanted is None:
-        return None, None
+        return None, {}
 
     checkpoint = Path(wanted)
     of_trainer = checkpoint / TRAINER
     with naming(f"resume_from_checkpoint: {of_trainer} cannot be read"):
-        state = torch.load(of_trainer / "state.pt", weights_only=True)
-        before = json.loads((of_trainer / "config.json").read_text())
+        before = torch.load(of_trainer / "state.pt", weights_only=True)
+        saved = json.loads((of_trainer / "config.json").read_text())
 
     now = to_json(config)
     # `use_fsdp` may change, and by default decides which of the two kinds of bf16 is on.
-    for settings in (before, now):
+    for settings in (saved, now):
         settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings["bf16"])
     may_change = MAY_CHANGE.union(dict(config.unread()))
     if not (config.use_peft or config.has_reference):
         may_change |= {"model_id"}  # all weights are the checkpoint's
     for name, value in now.items():
-        old = before.get(name, value)  # or there was no such field yet
+        old = saved.get(name, value)  # or there was no such field yet
         # The same path may be written otherwise, or from another folder.
-        is_same_path = Path(str(value)).resolve() == Path(state["cwd"], str(old)).resolve()
+        is_same_path = Path(str(value)).resolve() == Path(before["cwd"], str(old)).resolve()
         if name not in may_change and value != old and not is_same_path:
             raise UserError(
                 f"{checkpoint} was trained with {name}={old}, not {value}: "
                 "use that, or another output_dir"
             )
-    return checkpoint, state
+    return checkpoint, before
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
@@ -183,14 +183,13 @@ class Checkpoints:
 
         optimizer.register_step_pre_hook(note_update)
 
-    def resume(self, checkpoint: Path | None, state: dict[str, Any] | None) -> int:
+    def resume(self, checkpoint: Path | None, before: dict[str, Any]) -> int:
         """Load optimizer and schedule, and take over the folder.
 
         Returns the step, 0 without a checkpoint. Any number of ranks may have written the shards.
         """
-        step = 0
-        if checkpoint and state:
-            step = state["step"]
+        step = before.get("step", 0)
+        if checkpoint:
             if is_main():
                 print(f"going on from {checkpoint}", flush=True)
 
@@ -254,12 +253,10 @@ class Checkpoints:
             if num_updates == max(self._updates_begun, self.scheduler.last_epoch):
                 # Made for this: no rank can be in the middle of a collective of it.
                 timeout = timedelta(seconds=MEETING_S)
-                with suppress(RuntimeError):  # the others are in the middle of a step
+                # The others may be in the middle of a step; the first error is the one to raise.
+                with suppress(Exception):
                     dist.barrier(dist.new_group(backend="gloo", timeout=timeout))
-                    try:
-                        self._save_last(log)
-                    except Exception as failure:  # the first error is the one to raise
-                        print(f"the last step is not saved: {_in_a_line(failure)}", flush=True)
+                    self._save_last(log)
             raise
         self._save_last(log)
 
@@ -344,8 +341,7 @@ def _make_way(folder: Path, step: int) -> None:
     for left in folder.glob("checkpoint-*.part"):
         shutil.rmtree(left, ignore_errors=True)  # a crash left it
     moved = [path for number, path in checkpoints_in(folder).items() if number > step]
-    metrics = folder / "metrics.jsonl"
-    if step == 0 and (moved or metrics.exists()):
+    if step == 0 and (folder / "metrics.jsonl").exists():
         moved = []
         for name in WRITTEN:
             moved += folder.glob(name)

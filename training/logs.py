@@ -4,13 +4,13 @@ import fnmatch
 import hashlib
 import importlib
 import json
-import math
 import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,7 +26,6 @@ from rollouts.processor import as_sampled, tokenizer_of
 from training.metrics import batch_metrics
 from utils import is_main, naming
 
-FILES = ("metrics.jsonl", "completions.jsonl", "held_out.jsonl", "dropped.jsonl")
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # JSON has no NaN and infinity: they become null
 
 MAX_SHOWN = 2000  # characters of a column, of a message, of a segment's prompt
@@ -37,6 +36,7 @@ PRINTED = (  # patterns of names, in the order of a line
     "eval/pass@*", "eval/*/accuracy", "eval/*/reward", "loss", "grad_norm", "kl",
     "frac_reward_zero_std", "completions/mean_length", "time/step_s", "loss/*",
 )  # fmt: skip
+PAGE = "curves and completions on a page: `python scripts/show.py {} --html`"
 IDLE = "idle: trainer {idle/trainer:.0%}, servers {idle/servers:.0%}"
 WINDOW = 5  # steps whose mean is compared with that of the first ones
 MAX_CUT = 0.9  # share of completions that run into max_completion_len without a warning
@@ -51,49 +51,50 @@ class RunLog:
     """
 
     def __init__(
-        self, config: TrainConfig, num_steps: int, resumed: dict[str, Any] | None = None,
+        self, config: TrainConfig, num_steps: int, before: dict[str, Any],
         noting_failure: Callable[[], AbstractContextManager[None]] = nullcontext, run: Any = None,
     ):  # fmt: skip
-        """Open the files; a step that cannot be written raises in `noting_failure`.
+        """Cut what the files have behind `before`, the state that this run goes on from, or {}.
 
-        With the `rollouts.run.Run`, samples of a batch have their tokens, and its parts hear of
-        each step.
+        A step that cannot be written raises in `noting_failure`. With the `rollouts.run.Run`,
+        samples of a batch have their tokens, and its parts hear of each step.
         """
         self.config = config
         self.num_steps = num_steps
         self._noting_failure = noting_failure
         self._recent_s = deque[float](maxlen=50)  # seconds of steps, with their evaluations
-        self._values: dict[str, list[float]] = {"reward": [], "entropy": []}  # of all steps
+        self._trained: list[dict[str, float]] = []  # metrics, for `_warn_of_collapse`
         self._on_step: list[Any] = [config.on_step] if config.on_step else []
         self._tokenizer = None
         if run:
             self._on_step += run.on_step
             self._tokenizer = tokenizer_of(run.processor)
-        self.run_id = resumed["run_id"] if resumed else uuid.uuid4().hex
+        self.run_id = before.get("run_id") or uuid.uuid4().hex
+        self._sizes: dict[str, int] = before.get("sizes", {})  # of the files, in bytes
         parts = ExitStack()
         self.close = parts.close
         if not is_main():
             return
 
         folder = Path(config.output_dir)
-        show = f"python scripts/show.py {folder} --html"
-        parts.callback(print, f"curves and completions on a page: `{show}`")
+        parts.callback(print, PAGE.format(folder))
         (folder / "run_id").write_text(self.run_id)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-        if resumed:
-            for name in FILES:
-                cut_after(folder / name, resumed["step"])
+        for name, size in self._sizes.items():
+            with (folder / name).open("ab") as file:
+                file.truncate(min(size, file.tell()))  # steps that come again, or half a line
 
-        known_by = {  # a resumed run has the same id, and continues there
+        known_by: dict[str, Any] = {  # a resumed run has the same id, and continues there
             "wandb": {"id": self.run_id, "dir": config.output_dir},
             "trackio": {"name": self.run_id},  # it keeps all runs in TRACKIO_DIR
         }
         for package, options in known_by.items():
             if getattr(config, f"use_{package}"):
                 tracker: Any = importlib.import_module(package)
-                options |= {"project": config.wandb_project, "resume": "allow"}
-                tracked = tracker.init(config=to_json(config), **options)
-                self._on_step.append(partial(send, tracked, tracker.Table, config))
+                options |= {"project": config.wandb_project, "config": to_json(config)}
+                self._on_step.append(
+                    partial(send, tracker.init(resume="allow", **options), tracker.Table, config)
+                )
                 parts.callback(tracker.finish)
 
         self._writer = parts.enter_context(ThreadPoolExecutor(1))
@@ -134,26 +135,25 @@ class RunLog:
         folder = Path(self.config.output_dir)
         with naming(f"output_dir={folder} cannot be written"):
             logged = batch.groups[: self.config.logged_groups]
+            evaluated = list(chain.from_iterable(held_out.values()))
             lines: dict[str, Any] = {
                 "metrics.jsonl": [metrics],
                 "completions.jsonl": batch_samples(logged, self.config, tokenizer=self._tokenizer),
-                "held_out.jsonl": [],
-                "dropped.jsonl": [],
-            }
-            for groups in held_out.values():
-                lines["held_out.jsonl"] += batch_samples(groups, self.config)
-            for group in batch.dropped:
-                lines["dropped.jsonl"].append(
+                "held_out.jsonl": batch_samples(evaluated, self.config),
+                "dropped.jsonl": [
                     {
                         "group": group.id,
                         "row": group.prompt.index,
                         "reason": group.dropped,
                         "why": group.why,
                     }
-                )
-            for name, rows in lines.items():
+                    for group in batch.dropped
+                ],
+            }
+            for name, of_file in lines.items():
                 with (folder / name).open("ab") as file:
-                    file.write(encoded([{"step": step, **row} for row in rows]))
+                    file.write(encoded([{"step": step, **line} for line in of_file]))
+                self._sizes[name] = (folder / name).stat().st_size
 
         for on_step in self._on_step:
             with naming_function("on_step"):
@@ -190,18 +190,19 @@ class RunLog:
             print(" · ".join(words))
 
     def _warn_of_collapse(self, metrics: dict[str, float]) -> None:
-        """Print once that reward or entropy fell to a tenth, by means of `WINDOW` steps.
+        """Print that reward or entropy fell to a tenth, by means of `WINDOW` steps.
 
         A policy that learns to be sure has little entropy too, and a higher reward.
         """
-        for name, values in self._values.items():
-            if math.isfinite(metrics.get(name, math.nan)):
-                values.append(metrics[name])
-        for name, values in self._values.items():
-            if len(values) < 2 * WINDOW:
-                continue
-            first = fmean(values[:WINDOW])
-            last = fmean(values[-WINDOW:])
+        trained = self._trained
+        if "entropy" in metrics:
+            trained.append(metrics)
+        if len(trained) < 2 * WINDOW:
+            return
+        del trained[WINDOW:-WINDOW]  # the first and the last ones are enough
+        for name in ("reward", "entropy"):
+            first = fmean(each[name] for each in trained[:WINDOW])
+            last = fmean(each[name] for each in trained[-WINDOW:])
             if name == "reward" and last > first:
                 return  # it learns
             if first > 0 and last < first / 10:
@@ -209,7 +210,7 @@ class RunLog:
                     f"warning: {name} fell from {first:.3g} to {last:.3g}: has the policy "
                     "collapsed? Lower learning_rate or set beta, and read scripts/show.py"
                 )
-                self._values = {}
+                trained.clear()  # it is said again if they fall as far again
                 return
 
     def state(self) -> dict[str, Any]:
@@ -219,7 +220,7 @@ class RunLog:
         """
         if is_main():
             wait([self._written])
-        return {"run_id": self.run_id}
+        return {"run_id": self.run_id, "sizes": dict(self._sizes)}
 
 
 def encoded(lines: list[dict[str, Any]]) -> bytes:
@@ -229,23 +230,6 @@ def encoded(lines: list[dict[str, Any]]) -> bytes:
     except UnicodeEncodeError:  # UTF-8 cannot hold it
         text = json.dumps(lines, ensure_ascii=False, default=repr)
         return ENCODER.encode_lines(json.loads(text.encode("utf-8", "xmlcharrefreplace")))
-
-
-def cut_after(path: Path, step: int) -> None:
-    """Cut off the lines of a file after `step`, which come again.
-
-    A crash may also have left half a line.
-    """
-    if not path.exists():
-        return
-    # In bytes, a line ends with \n alone.
-    with naming(f"{path} has a damaged line: remove it"), path.open("rb+") as lines:
-        size = 0
-        for line in lines:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                break
-            size += len(line)
-        lines.truncate(size)
 
 
 # -- Completions as lines --------------------------------------------------------------------------
@@ -352,10 +336,10 @@ def send(
     interval = config.log_completions_steps
     if groups and interval and step % interval == 0:
         samples = batch_samples(groups[: config.logged_groups], config)
-        rows = []
+        data = []
         for sample in samples:
             cells = [sample.get(name) for name in samples[0]]
             # Numbers stay, all else becomes text.
-            rows.append([each if isinstance(each, float | int) else str(each) for each in cells])
-        sent["completions/table"] = table(columns=list(samples[0]), data=rows)
+            data.append([each if isinstance(each, float | int) else str(each) for each in cells])
+        sent["completions/table"] = table(columns=list(samples[0]), data=data)
     tracked.log(sent, step=step)

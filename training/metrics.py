@@ -88,8 +88,8 @@ class TokenSums:
         dist.all_reduce(self.max_gap, dist.ReduceOp.MAX)
         dist.all_reduce(self.by_server)
 
-        num_tokens = max(totals.pop("tokens", 0.0), 1)
-        metrics = {name: value / num_tokens for name, value in totals.items()}
+        num_trained_tokens = max(totals.pop("tokens", 0.0), 1)
+        metrics = {name: value / num_trained_tokens for name, value in totals.items()}
         metrics["loss"] = totals["loss"]  # of the batch
         metrics["sampling/sampling_logp_difference/max"] = self.max_gap.item()
         square = max(metrics.pop("square", 0.0), 1e-30)
@@ -100,7 +100,7 @@ class TokenSums:
         num_current = counts[1:].sum()
         metrics["sampling/current_logp_difference"] = (distances[1:].sum() / num_current).item()
         metrics["sampling/stale_logp_difference"] = stale
-        metrics["sampling/current_share"] = (num_current / num_tokens).item()
+        metrics["sampling/current_share"] = (num_current / num_trained_tokens).item()
         compared = (counts[1:] >= MIN_COMPARED).nonzero().flatten().tolist()
         return metrics, {server: current[server] for server in compared}
 
@@ -117,52 +117,41 @@ def check_loss(loss: Tensor, sums: dict[str, Tensor]) -> None:
 
 def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dict[str, float]:
     """Rewards, lengths, staleness and times of a batch that trained policy `version`."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        for name, of_group in group_values(group, version, config).items():
-            values[name] += of_group
-
     metrics = reward_means(groups, config)
-    for name, found in values.items():
-        metrics[name] = mean(found)
-    for name, number in Counter(group.prompt.set for group in groups).items():
-        if name:
-            metrics[f"sets/{name}/groups"] = number
+    values: dict[str, list[float]] = defaultdict(list)  # of groups and completions, by metric
+    for group in groups:
+        rewards = group.valid_rewards
+        found: dict[str, Any] = {
+            "reward_std": [statistics.pstdev(rewards)] if rewards else [],
+            "frac_reward_zero_std": [not can_teach(group, config)] if rewards else [],
+            "advantages/mean_abs": map(abs, group.advantages),
+            "advantages/share_positive": [each > 0 for each in group.advantages],
+            "completions/different": [len(set(group.texts)) / len(group.completions)],
+            "completions/mean_length": group.lengths,
+            "completions/clipped_ratio": [each.finish_reason in CUT for each in group.completions],
+            "completions/weight_versions": map(len, group.versions),
+            "completions/segments": map(len, group.segments),
+            "staleness/mean": [version - min(each, default=version) for each in group.versions],
+            "staleness/in_flight": [group.finished_version - group.started_version],
+            "staleness/in_queue": [version - group.finished_version],
+        }
+        if group.prompt.set:
+            place = f"sets/{group.prompt.set}"
+            found |= {f"{place}/reward": rewards, f"{place}/mean_length": group.lengths}
+            metrics[f"{place}/groups"] = metrics.get(f"{place}/groups", 0) + 1
+        for name, of_group in found.items():
+            values[name] += of_group
+        for completion in group.completions:
+            for name, value in completion.info.items():
+                # True counts as 1.
+                if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+                    values[f"info/{name}"].append(float(value))
+
+    for name, of_group in values.items():
+        metrics[name] = mean(of_group)
     metrics["advantages/max_abs"] = max(values["advantages/mean_abs"], default=math.nan)
     metrics["staleness/max"] = float(max(values["staleness/mean"]))
-    first_started_s = min(group.started_s for group in groups)
-    metrics["time/generate_s"] = max(group.sampled_s for group in groups) - first_started_s
+    metrics["time/generate_s"] = max(group.sampled_s for group in groups)
+    metrics["time/generate_s"] -= min(group.started_s for group in groups)
     metrics["time/reward_s"] = sum(group.scored_s - group.sampled_s for group in groups)
     return metrics
-
-
-def group_values(group: Group, version: int, config: TrainConfig) -> dict[str, Any]:
-    """Values of a group and of its completions, for the means of a batch."""
-    rewards = group.valid_rewards
-    values: dict[str, Any] = {
-        "reward_std": [],
-        "frac_reward_zero_std": [],
-        "advantages/mean_abs": map(abs, group.advantages),
-        "advantages/share_positive": [advantage > 0 for advantage in group.advantages],
-        "completions/different": [len(set(group.texts)) / len(group.completions)],
-        "completions/mean_length": group.lengths,
-        "completions/clipped_ratio": [each.finish_reason in CUT for each in group.completions],
-        "completions/weight_versions": map(len, group.versions),
-        "completions/segments": map(len, group.segments),
-        "staleness/mean": [version - min(each, default=version) for each in group.versions],
-        "staleness/in_flight": [group.finished_version - group.started_version],
-        "staleness/in_queue": [version - group.finished_version],
-    }
-    if rewards:
-        values["reward_std"] = [statistics.pstdev(rewards)]
-        values["frac_reward_zero_std"] = [not can_teach(group, config)]
-    if group.prompt.set:
-        values[f"sets/{group.prompt.set}/reward"] = rewards
-        values[f"sets/{group.prompt.set}/mean_length"] = group.lengths
-
-    for completion in group.completions:
-        for name, value in completion.info.items():
-            # True counts as 1.
-            if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
-                values.setdefault(f"info/{name}", []).append(float(value))
-    return values

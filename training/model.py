@@ -1,7 +1,4 @@
-"""The policy and its reference, with LoRA, under DDP or FSDP2.
-
-What images need on top is in `training/vision.py`, imported only for models that have a tower.
-"""
+"""The policy and its reference, with LoRA and vision towers, under DDP or FSDP2."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,6 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -40,8 +38,7 @@ from prefix_attention import (
 from rollouts.group import Prompt
 from rollouts.processor import placeholder_ids
 from training.loading import add_lora, load_model
-from training.vision import freeze_unused, frozen_modules, run_tower_always
-from utils import gather_objects, is_main, naming
+from utils import broadcast_object, gather_objects, is_main, naming
 from weights.publish import unwrap
 
 # -- Policy and reference --------------------------------------------------------------------------
@@ -145,6 +142,88 @@ def _attach(model: Any, config: TrainConfig, example: Prompt | None, verify: boo
         )
 
 
+# -- Vision towers ---------------------------------------------------------------------------------
+
+
+def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[str]:
+    """Names of modules that do not train.
+
+    Without images they are all but the language model, with images the tower if
+    `freeze_vision_tower` is set. A model without a tower has none.
+    """
+    tower = model.get_encoder(modality="image")
+    if tower is model or (has_images and not config.freeze_vision_tower):
+        return []
+
+    if has_images:  # the projector trains: Qwen's is `merger` in the tower
+        frozen = {module for name, module in tower.named_modules() if "merger" not in name}
+    else:
+        language_model = {*model.get_decoder().modules()}
+        language_model |= {model.get_input_embeddings(), model.get_output_embeddings()}
+        frozen = set(model.modules()) - language_model
+    return [name for name, module in model.named_modules() if module in frozen]
+
+
+def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Features of images as the model's decoder gets them.
+
+    Args:
+        model: wrapped or not.
+        inputs: the processor's tensors of one or more images, on the model's device.
+
+    Returns:
+        Tensors in the model's own number and shapes.
+    """
+    output = base_model(model).get_image_features(**inputs)
+    parts = []
+    for name in ("pooler_output", "deepstack_features"):
+        if name in output:
+            parts.append(output[name])
+    return tree_leaves(parts or dict(output))  # some models name them otherwise
+
+
+def freeze_unused(model: nn.Module, example: Prompt) -> None:
+    """Freeze weights of the tower that no image feature depends on. Collective.
+
+    They would get no gradient, and ranks would wait for one. LLaVA takes its features before the
+    last layer.
+    """
+    tower = base_model(model).get_encoder(modality="image")
+    weights = [weight for weight in tower.parameters() if weight.requires_grad]
+    gradients: tuple[Tensor | None, ...] = ()
+    if weights and is_main():  # whose model is whole, and on the CPU
+        total: Any = sum(feature.sum() for feature in image_features(model, example.images.inputs))
+        gradients = torch.autograd.grad(total, weights, allow_unused=True)
+
+    is_used = broadcast_object([gradient is not None for gradient in gradients])
+    for weight, trains in zip(weights, is_used, strict=True):
+        weight.requires_grad_(trains)
+
+
+def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) -> None:
+    """Let every forward run the vision tower.
+
+    The tower takes `example`'s images where the row has none: ranks with and without images in
+    their row meet in the tower's collectives.
+    """
+    base = base_model(model)
+    example_inputs = {name: value.to(device) for name, value in example.images.inputs.items()}
+    row_has_images = False
+
+    def note_images(_: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+        nonlocal row_has_images
+        row_has_images = not example_inputs.keys().isdisjoint(inputs)
+
+    def add_nothing(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if not row_has_images:
+            nothing = sum(0 * feature.sum() for feature in image_features(base, example_inputs))
+            inputs["inputs_embeds"] = inputs["inputs_embeds"] + nothing
+        return args, inputs
+
+    base.register_forward_pre_hook(note_images, with_kwargs=True)
+    base.get_decoder().register_forward_pre_hook(add_nothing, with_kwargs=True)
+
+
 # -- A reference that follows the policy -----------------------------------------------------------
 
 
@@ -179,24 +258,27 @@ class MovingReference:
     def __call__(self, row: PackedBatch, images: dict[str, Tensor]) -> Any:
         """`token_logprobs` of a row.
 
-        Never call it between the policy's forward and its backward: with LoRA it overwrites the
+        Never call it between the policy's forward and its backward: with LoRA it exchanges the
         policy's weights, and restores them.
         """
         if not self.swaps_weights:
             return token_logprobs(self.model, row, images, self.config)
 
-        kept = {name: weight.clone() for name, weight in self.policy_weights.items()}
-        self._set_policy(self.weights)
+        self._swap()
         try:
             with evaluating(self.model):  # without dropout
                 return token_logprobs(self.model, row, images, self.config)
         finally:
-            self._set_policy(kept)
+            self._swap()
 
-    def _set_policy(self, values: dict[str, Tensor]) -> None:
+    def _swap(self) -> None:
+        """Exchange the policy's weights and the averages."""
         for name, weight in self.policy_weights.items():
-            weight.copy_(values[name])
-        _gather_anew(self.model)
+            kept = weight.clone()
+            weight.copy_(self.weights[name])
+            self.weights[name].copy_(kept)
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # forgets what its root has gathered for the last forward
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
@@ -207,13 +289,8 @@ class MovingReference:
         averages = list(self.weights.values())
         # DTensors have no `lerp_` of their own.
         torch._foreach_lerp_(averages, list(self.policy_weights.values()), 1 - decay)
-        _gather_anew(self.model)
-
-
-def _gather_anew(model: Any) -> None:
-    """Let FSDP2 forget the weights that its root has gathered for the last forward."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # as in `_swap`
 
 
 # -- Over the ranks --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -17,16 +17,14 @@ NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
     """Make AdamW and its schedule over `num_updates`; biases and norms do not decay."""
     decaying = set(get_parameter_names(policy, [nn.LayerNorm], NO_DECAY))
-    decays: list[Tensor] = []
-    others: list[Tensor] = []
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": config.weight_decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
     for name, weight in policy.named_parameters():
         if weight.requires_grad:
-            params = decays if name in decaying else others
-            params.append(weight)
-    groups = [
-        {"params": decays, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+            group = groups[0] if name in decaying else groups[1]
+            group["params"].append(weight)
     if config.adam_8bit:
         optimizer = adamw_8bit(groups, config)
     else:
@@ -45,11 +43,8 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
             return (update + 1) / num_warmup
 
         done = (update - num_warmup) / max(num_updates - num_warmup, 1)
-        if config.lr_scheduler == "linear":
-            return 1 - done
-        if config.lr_scheduler == "cosine":
-            return (1 + math.cos(math.pi * done)) / 2
-        return 1.0
+        shapes = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return shapes[config.lr_scheduler]
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -76,21 +71,13 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
         )
 
     class AdamW(AdamW8bit):
-        """torchao's AdamW, whose learning rates are tensors only during a step.
-
-        Schedules and checkpoints have numbers, as with torch's AdamW.
-        """
-
-        add_param_group = torch.optim.Optimizer.add_param_group  # torchao's makes tensors of them
+        """torchao's AdamW, whose learning rates are tensors."""
 
         def step(self, closure: Any = None) -> None:
             """Update the weights.
 
             On GPUs the first step compiles a kernel for each shape of a weight.
             """
-            for group in self.param_groups:
-                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
-
             # Models that train without a GPU are small, and would gain less than it takes.
             compiles = torch.cuda.is_available()
             with torch.compiler.set_stance("default" if compiles else "force_eager"):
@@ -104,7 +91,5 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
                     moment = moment.to_local()
                 if isinstance(moment, OptimState8bit):
                     moment.codes.clamp_(min=1)  # the place of the smallest value above 0
-            for group in self.param_groups:
-                group["lr"] = group["lr"].item()
 
     return AdamW(groups, config.learning_rate, (0.9, config.adam_beta2))
