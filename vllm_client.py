@@ -21,6 +21,7 @@ from urllib3.exceptions import HTTPError
 from config import UserError
 from rollouts.group import CUT, FOREIGN, Completion
 from server.messages import (
+    NOT_ARRIVED,
     About,
     ConnectRequest,
     Sampled,
@@ -33,7 +34,6 @@ from weights.group import Meeting, address_towards
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 ANSWER_TIMEOUT_S = 10.0  # for one that a living server answers at once, on the busiest host
 TRAINER = os.urandom(16).hex()  # this process's name: servers take weights of one trainer at a time
-NOT_ARRIVED = 409  # the status of an update that has not come through the group
 
 
 class ServerError(RuntimeError):
@@ -108,7 +108,6 @@ class Server:
     version: int = -1  # of the weights that it has
     why_out: str = ""  # for what reason it has not the current ones
     num_losses: int = 0
-    retry_s: float = 0.0  # when a lost server may be tried again, on the monotonic clock
     in_flight: int = 0  # groups
     paused_s: float = 0.0  # for how long the last update stopped sampling
 
@@ -120,7 +119,8 @@ class Server:
         Args:
             path: of the route.
             body: the struct.
-            kind: of the answer, in msgpack; None: it is not read.
+            kind: of the answer, in msgpack; None: it is not read; `requests.Response`: it may still
+                be coming, and stays open.
             timeout_s: seconds that the server may be silent, or a pair, to connect and then;
                 `request_timeout` if there are none.
 
@@ -128,16 +128,7 @@ class Server:
             ServerError: the server refused, by a 4xx reply.
             ServerLost: no connection, a time-out, a 5xx reply, or one that cannot be read.
         """
-        # Leaving the block closes the connection: the server aborts what it does for it.
-        with self._open(path, body, timeout_s) as reply:
-            try:
-                return kind and msgspec.msgpack.decode(reply.content, type=kind)
-            except (requests.RequestException, msgspec.MsgspecError) as error:
-                raise ServerLost(f"{self.url}{path} failed: {error!r}") from error
-
-    def _open(self, path: str, body: Any, timeout_s: Any) -> requests.Response:
-        """An answer that may still be coming, over a connection of its own: servers come and go."""
-        session = requests.Session()
+        session = requests.Session()  # of its own: servers come and go
         session.trust_env = False  # no proxy in between
         session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
         headers = {"Content-Type": "application/json"}
@@ -152,21 +143,19 @@ class Server:
                 timeout=timeout_s or self.timeout_s,
                 stream=True,
             )
-            if reply.status_code < 400:
+            if reply.status_code >= 400:
+                text = " ".join(reply.text.split())[:500]
+                error_type = ServerError if reply.status_code < 500 else ServerLost
+                if reply.status_code == NOT_ARRIVED:
+                    error_type = UpdateBroken
+                raise error_type(f"{self.url}{path} answered {reply.status_code}: {text}")
+            if kind is requests.Response:
                 return reply
-            text = " ".join(reply.text.split())[:500]
-        except requests.RequestException as error:
-            raise ServerLost(f"{self.url}{path} failed: {error}") from error
-        kind = ServerError if reply.status_code < 500 else ServerLost
-        kind = UpdateBroken if reply.status_code == NOT_ARRIVED else kind
-        raise kind(f"{self.url}{path} answered {reply.status_code}: {text}")
-
-    def answers(self) -> bool:
-        """Ask whether the server calls itself healthy."""
-        with suppress(ServerError):
-            self.post("/health", None, timeout_s=5)
-            return True
-        return False
+            # Leaving the block closes the connection: the server aborts what it does for it.
+            with reply:
+                return kind and msgspec.msgpack.decode(reply.content, type=kind)
+        except (requests.RequestException, msgspec.MsgspecError) as error:
+            raise ServerLost(f"{self.url}{path} failed: {error!r}") from error
 
     # -- completions -------------------------------------------------------------------------------
 
@@ -227,31 +216,36 @@ class Server:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def connect(
+    def ask(
         self, trainer: str = "", temperature: float = 0.0, sampling: dict[str, Any] | None = None
-    ) -> None:
-        """Ask the server about itself; for a trainer take it, until `disconnect`.
+    ) -> requests.Response:
+        """Ask the server about itself; returns the answer, which is still open.
 
         The arguments are those of `ConnectRequest`, and `sampling` of `generate`.
-
-        Raises:
-            ServerError: it refuses, as where it is another trainer's.
         """
         tried = self._sampling_params(sampling) if sampling else {}
         request = ConnectRequest(trainer, temperature, tried)
-        reply = self._open("/connect", request, CONTROL_TIMEOUT_S)
+        reply = self.post("/connect", request, requests.Response, CONTROL_TIMEOUT_S)
         try:  # to a trainer more never comes
             self.about = msgspec.json.decode(reply.raw.readline(), type=About)
         except (HTTPError, msgspec.MsgspecError) as error:
             raise ServerLost(
                 f"{self.url} does not speak as a vllm_server.py of this version: {error}"
             ) from error
+        return reply
+
+    def connect(self) -> None:
+        """Take the server for this trainer, until `disconnect`; its weights become zero.
+
+        Raises:
+            ServerError: it is another trainer's.
+        """
+        connection = self.ask(TRAINER)
         self.disconnect()
-        self.connection = reply
-        if trainer:
-            self.address = address_towards(urlsplit(self.url).hostname)
-            self.version = -1
-            self.state = State.WAITING
+        self.connection = connection
+        self.address = address_towards(urlsplit(self.url).hostname)
+        self.version = -1
+        self.state = State.WAITING
 
     def disconnect(self) -> None:
         """Let the server go, which other trainers may take then."""

@@ -66,7 +66,6 @@ class Teacher:
         kind = partial(ReferenceServer, temperature=config.temperature)
         longest = rope_limit(load_model_config(theirs)[0])
         self.pool = ServerPool(theirs, tokenizer_of(run.processor), kind=kind, rope_limit=longest)
-        self.pool.version = 0  # of the weights that they have, and keep
         run.exits.callback(self.pool.close)
         # To give log-probs, vLLM must also sample a token.
         longest = self.pool.wait_until_ready() - 1
@@ -93,11 +92,10 @@ class ReferenceServer(Server):
         super().__init__(url, **others)
         self.temperature = temperature  # of the run
 
-    def connect(self, trainer="", *_, **__):
-        """Ask the server about itself; for a trainer tell it the temperature, and let it serve."""
-        super().connect(temperature=self.temperature if trainer else 0.0)
-        if trainer:
-            self.state = State.SERVING
+    def connect(self):
+        """Tell the server the temperature, and let it serve."""
+        self.ask(temperature=self.temperature)
+        self.state = State.SERVING
 
     def logprobs(self, group):
         """The log-probs of a group's completion tokens: [n] float32, nats.
@@ -105,7 +103,7 @@ class ReferenceServer(Server):
         They are a column of the group's `tokens`.
         """
         if self.temperature != 1:  # it may have been restarted meanwhile
-            super().connect(temperature=self.temperature)
+            self.ask(temperature=self.temperature)
 
         _, completions = group.sequences
         columns = []

@@ -34,8 +34,8 @@ class Round:
             for group in self.sets[name]:
                 self._answers.append(threads.submit(run.sample_and_score, group, **instead))
 
-    def is_complete(self) -> bool:
-        """True once all groups are done; waits a second at most.
+    def is_complete(self) -> bool | None:
+        """True once all groups are done, else None; waits a second at most.
 
         A group whose rollouts fail stays empty.
 
@@ -46,7 +46,7 @@ class Round:
         for answer in done:
             with suppress(RolloutFailed):
                 answer.result()
-        return not running
+        return not running or None
 
 
 def round_metrics(sets: dict[str, list[Group]], config: TrainConfig) -> dict[str, float]:

@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from weights.publish import adapter_weights, published_weights
 
 PROBE_STEPS = 20  # after which all servers' log-probs are compared on a probe again
 
-# A word from rank 0, which alone sees servers, to all ranks: one came back, and needs the policy.
+# From rank 0, which alone sees servers, to all ranks: one came back, and needs the policy.
 RESYNC = "resync"
 
 
@@ -94,9 +94,11 @@ class Rollouts:
         example = image_example(run.prompts, run.processor, config)
         self.pool.connect(self.device, gpus)
 
-        num_steps = config.max_steps or run.num_steps
-        if not num_steps:
-            num_steps = math.ceil(config.num_epochs * len(run.prompts) / config.batch_size)
+        num_steps = (
+            config.max_steps
+            or run.num_steps
+            or math.ceil(config.num_epochs * len(run.prompts) / config.batch_size)
+        )
         if before["step"] >= num_steps:
             print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on")
         self.history = before["history"]
@@ -130,12 +132,12 @@ class Rollouts:
         groups: list[Group] = []
         of_ranks: list[list[MicroBatch]] = []
 
-        def look() -> bool | None:
+        def deal_groups() -> bool | None:
             group = self.stream.take()
             if not group:
                 if self.version >= self.stream.num_steps:  # there are groups for fewer steps
                     self.stop.set()
-                return None  # look again
+                return None
             groups.append(group)
             is_complete = self.stream.missing == 0
             if not is_complete and (self.servers_sleep or dealer.needs_more(groups)):
@@ -150,7 +152,7 @@ class Rollouts:
         is_complete: bool | None = False
         while not is_complete:
             started_s = time.monotonic()
-            is_complete = self._wait(look)
+            is_complete = self._repeat(deal_groups)
             self.waited_s += time.monotonic() - started_s
             if is_complete is None:
                 raise Stopped
@@ -159,36 +161,36 @@ class Rollouts:
             of_ranks.clear()
             yield from own[0]
 
-    def _wait(self, look: Callable[[], bool | None]) -> bool | None:
-        """Repeat rank 0's `look` until it finds something. Collective.
+    def _repeat(self, attempt: Callable[[], bool | None]) -> bool | None:
+        """Repeat an attempt on rank 0 until it has a result. Collective.
 
-        A look waits a second at most, and returns None to look again. Between two of them all ranks
-        send the policy to servers that came back.
+        It takes a second at most, and returns None where it is to be repeated. Between two of them
+        all ranks send the policy to servers that came back.
 
         Returns:
-            On every rank what `look` found; None where the run is to end, by a signal, a failure,
-            or as there are no more groups.
+            The result, on every rank; None where the run is to end, by a signal, a failure, or as
+            there are no more groups.
         """
 
-        def next_word() -> bool | str | None:
+        def result_or_resync() -> bool | str | None:
             with self.noting_failure():
                 while not self.stop.is_set() and not self.failure:
-                    if self.pool.returned:
+                    if self.pool.waiting:
                         return RESYNC
-                    found = look()
-                    if found is not None:
-                        return found
+                    result = attempt()
+                    if result is not None:
+                        return result
             return None
 
         while True:
-            word = call_on_main(next_word)
-            if word != RESYNC:
-                return word
-            prove(self, self._send(only_returned=True))
+            result = call_on_main(result_or_resync)
+            if result != RESYNC:
+                return result
+            prove(self, self._send(only_waiting=True))
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Let an error of rank 0 end the run at the next word, when all ranks can save."""
+        """Let an error of rank 0 end the run once all ranks can save."""
         try:
             yield
         except Exception as error:
@@ -223,7 +225,7 @@ class Rollouts:
             "rollouts_failed": self.run.failures.count,
             "time/wait_s": self.waited_s,
             "idle/trainer": self.waited_s / elapsed_s,
-            "idle/servers": self.pool.idle_seconds() / elapsed_s,
+            "idle/servers": (self.pool.idle_seconds() - self.idle_before_s) / elapsed_s,
             "tokens_per_s/sampled": num_sampled / elapsed_s,
             "tokens_per_s/trained": num_tokens / elapsed_s,
         }
@@ -236,7 +238,7 @@ class Rollouts:
         self.waited_s = 0.0
         if is_main():
             self.sampled_before = self.stream.num_sampled_tokens
-            self.pool.idle_seconds()
+            self.idle_before_s = self.pool.idle_seconds()
 
     def evaluate(self, step: int) -> tuple[dict[str, float], dict[str, list[Group]]]:
         """Evaluate the policy on the held-out sets, where that is due. Collective.
@@ -254,7 +256,7 @@ class Rollouts:
         metrics: dict[str, float] = {}
         under_way: Any = Round(self.run) if is_main() else None
         with timed("time/eval_s", metrics):
-            is_complete = self._wait(lambda: under_way.is_complete() or None)
+            is_complete = self._repeat(lambda: under_way.is_complete())
 
         self._restart_clocks()
         if not is_complete or not is_main():
@@ -271,17 +273,15 @@ class Rollouts:
         is a ServerError. Each 20 versions all servers are probed.
         """
         is_first = self.policy is None
-        members = self.pool.servers if is_main() else []  # others may join meanwhile
+        members = self.pool.waiting if is_main() else []
         self.policy = policy
         self.version = version
         if self.servers_sleep:  # they wake up, and need the memory that all ranks cache
             torch.cuda.empty_cache()
             dist.barrier()
-        with ExitStack() as while_sending:
-            if not self.config.inflight_updates:
-                call_on_main(lambda: while_sending.enter_context(self.pool.drained(self.stop)))
-            servers = self._send()
-
+        if not self.config.inflight_updates:
+            call_on_main(lambda: self.pool.drain(self.stop))
+        servers = self._send()
         if is_main() and version % PROBE_STEPS == 0:
             servers += self.pool.serving
         prove(self, servers)
@@ -294,7 +294,7 @@ class Rollouts:
         if is_main():
             self.stream.advance_to(version)
 
-    def _send(self, only_returned: bool = False) -> list[Server]:
+    def _send(self, only_waiting: bool = False) -> list[Server]:
         """Stream the policy to the servers. Collective.
 
         Returns:
@@ -305,7 +305,7 @@ class Rollouts:
         publish = adapter_weights if self.sends_adapter else published_weights
         weights = publish(self.policy)
         if is_main():
-            return self.pool.update_weights(weights, self.version, only_returned)
+            return self.pool.update_weights(weights, self.version, only_waiting)
         for _ in weights:  # every rank gathers all
             pass
         return []

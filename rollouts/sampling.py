@@ -95,7 +95,9 @@ def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> 
             except ServerLost as error:
                 if server.state is not State.SERVING:  # it was lost, and may be back already
                     continue
-                if not server.answers():
+                try:
+                    server.post("/health", None, timeout_s=5)
+                except ServerError:
                     pool.lose(server, error)
                     continue
                 num_failures += 1

@@ -96,22 +96,24 @@ class GroupStream:
                 group.why = str(error)
 
             with self._changed:
-                self._changed.notify_all()  # they wake when this block ends
                 if group.dropped != "failed":
                     self.num_sampled_tokens += sum(group.num_sampled)
-                if not group.dropped:
+                if group.dropped:
+                    self._queue.remove(group)
+                    self._batch.dropped.append(group)
+                else:
                     group.finished_version = self.version  # `take` may have it
-                    return
-                self._queue.remove(group)
-                self._batch.dropped.append(group)
                 num_dropped = len(self._batch.dropped)
+                self._changed.notify_all()
+
+            if group.dropped:
                 if num_dropped >= MAX_DROPPED_BATCHES * self.config.batch_size:
                     raise UserError(
                         f"nothing to learn: {num_dropped} groups of this step were dropped, the "
                         f"last as {group.why}: look at dropped.jsonl and the rewards, or take "
                         "other prompts and another output_dir"
                     )
-            self._threads.submit(self._work)
+                self._threads.submit(self._work)
         except BaseException as error:
             self.close(error)  # `take` raises it
 

@@ -28,6 +28,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from server.messages import (
     MAX_BODY_BYTES,
+    NOT_ARRIVED,
     About,
     ConnectRequest,
     Sampled,
@@ -149,7 +150,7 @@ class RolloutServer:
             await self.engine.pause_generation(mode="abort", clear_cache=True)
             # Late requests must not get zeroed weights: it stays paused until the first update, or
             # with sleep mode until that wakes its weights.
-            about.gpus = await self._on_workers("connect")
+            about.gpus = await self._on_workers("zero_weights")
 
         async def held() -> AsyncIterator[bytes]:
             yield msgspec.json.encode(about) + b"\n"
@@ -248,7 +249,7 @@ class RolloutServer:
                 state, error = min(await self._on_workers("state_of_update"))
                 is_over = self._coming is not request or await http.is_disconnected()
                 if is_over or state == BROKEN:
-                    return Response(error or "the trainer has given it up", 409)
+                    return Response(error or "the trainer has given it up", NOT_ARRIVED)
 
             started_s = time.monotonic()
             if self.can_sleep:
@@ -258,7 +259,7 @@ class RolloutServer:
             await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
             error = max(await self._on_workers("load_update"))
             if error:
-                return Response(error, 409)
+                return Response(error, NOT_ARRIVED)
 
             if self.config.lora_config:
                 self._adapter = ADAPTER

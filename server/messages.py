@@ -9,6 +9,7 @@ from weights.group import Meeting
 VLLM_VERSIONS = ("0.32.0", "0.33.0")  # that were tried; requirements.txt has the first
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 MAX_IMAGES_BYTES = 60 << 20  # of its data URIs, which leaves room for the prompt's ids
+NOT_ARRIVED = 409  # the status of an update that has not come through the group
 MAX_PIXELS = 178_956_970  # of an image: vLLM and Pillow take no larger one
 
 
@@ -50,7 +51,7 @@ class UpdateRequest(Request):
     """Of `/update`: takes new weights, and samples on as their version.
 
     Without a version it gives up what was coming. The answer, in msgpack, is for how many seconds
-    the server did not sample; where the update does not come through, it is an error 409.
+    the server did not sample; where the update does not come through, it is an error `NOT_ARRIVED`.
     """
 
     trainer: str

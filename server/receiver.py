@@ -111,7 +111,7 @@ class WorkerExtension:
     update: Any = None  # the last one
     temperature = 0.0  # of a reference, 0 for any other server
 
-    def connect(self: Any) -> str | None:
+    def zero_weights(self: Any) -> str | None:
         """Make ready for a trainer; returns the name of this GPU.
 
         Weights become zero: log-probs can then only agree if every weight arrives.

@@ -78,8 +78,8 @@ def test_a_server_that_comes_back(models, tmp_path, monkeypatch):
             rollouts.pool.lose(lost, ServerLost("it was ended"))
             port = str(urlsplit(first.url).port)
             with server(models["untied"], tmp_path / "second", *LORA, "--port", port):
-                wait_until(lambda: rollouts.pool.returned, 120)
-                prove(rollouts, rollouts._send(only_returned=True))
+                wait_until(lambda: rollouts.pool.waiting, 120)
+                prove(rollouts, rollouts._send(only_waiting=True))
                 assert rollouts.pool.serving == [lost]
                 assert mismatch(policy, rollouts, config)[0] <= 2e-5
 

@@ -257,11 +257,12 @@ def test_a_server_that_is_lost_in_an_update_does_not_come_back_in_its_middle(mon
     """The rest of the update would go to the new connection, which has not had its beginning."""
     monkeypatch.setattr(servers_module, "PROBE_S", 0.01)
     pool = ServerPool(TrainConfig(model_id="m", dataset_id="d", reward_funcs=[print]))
-    pool.version = 0
+    (server,) = pool.servers
+    server.state = vllm_client.State.SERVING
     tried = threading.Event()
-    monkeypatch.setattr(pool, "_take_back", lambda _: tried.set())
+    monkeypatch.setattr(server, "ask", tried.set)
     with pool._updating:
-        threading.Thread(target=pool._watch, daemon=True).start()
+        pool.lose(server, "it does not answer")
         assert not tried.wait(0.5)
     assert tried.wait(20)
     pool.close()

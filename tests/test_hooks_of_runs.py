@@ -377,19 +377,19 @@ def test_a_reference_server_is_the_reference(models, tmp_path):
     with server(models["tied"], tmp_path / "log") as started:
         reference = ReferenceServer(started.wait(), temperature=0.7, timeout_s=60.0)
         for _ in range(2):  # a trainer that goes on tells it again
-            reference.connect("trainer")
+            reference.connect()
             got = reference.logprobs(group)
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
         message = "it is the reference of a run at temperature 0.7: start another one"
         with pytest.raises(ServerError, match=message):
-            ReferenceServer(started.url, temperature=1.0, timeout_s=60.0).connect("trainer")
+            ReferenceServer(started.url, temperature=1.0, timeout_s=60.0).connect()
 
 
 def test_a_server_that_a_trainer_has_sent_weights_is_no_reference(fake):
     """Its log-probs would be those of another policy, and nobody would notice."""
     group = Group(Prompt(0, [5, 6], "", {}), [Completion([7, 8], [-1.0] * 2, "stop", 0)])
     reference = ReferenceServer(fake.url, temperature=1.0, timeout_s=60.0)
-    reference.connect("trainer")
+    reference.connect()
     assert len(reference.logprobs(group)) == 2
     fake.version = "3"
     with pytest.raises(ServerError, match="has the weights of a trainer"):

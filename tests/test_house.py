@@ -14,7 +14,7 @@ TOP = {"train", "config", "prefix_attention", "vllm_server", "vllm_client", "uti
 ROOMS = {
     "rollouts": {
         "group", "data", "processor", "custom", "images", "sampling", "scoring", "workers", "stream",
-        "servers", "sending", "proofs", "rollouts", "run", "evaluation",
+        "servers", "proofs", "rollouts", "run", "evaluation",
     },
     "training": {
         "batching", "loading", "optimizer", "model", "checkpoints", "logs", "metrics",

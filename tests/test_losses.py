@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 import vllm_client
 from config import TrainConfig
-from rollouts import sending
 from rollouts import servers as servers_module
 from rollouts.servers import ServerPool
 from vllm_client import State
@@ -78,9 +77,9 @@ class Trainer:
         self.send()
         return time.monotonic() - started_s
 
-    def send(self, only_returned=False):
+    def send(self, only_waiting=False):
         weights = published_weights(self.policy)
-        for server in self.pool.update_weights(weights, self.version, only_returned):
+        for server in self.pool.update_weights(weights, self.version, only_waiting):
             self.pool.admit(server)
 
     def settle(self, num, seconds=30.0):
@@ -89,8 +88,8 @@ class Trainer:
         while len(self.pool.serving) < num:
             states = [(server.url, server.state, server.why_out) for server in self.pool.servers]
             assert time.monotonic() < ends_s, states
-            if self.pool.returned:
-                self.send(only_returned=True)
+            if self.pool.waiting:
+                self.send(only_waiting=True)
             time.sleep(0.01)
 
     def check(self, servers, num):
@@ -171,15 +170,15 @@ def test_a_server_that_hangs_as_it_comes_back_keeps_no_other_out(trainer, four):
 def test_servers_that_do_not_meet_are_updated_one_by_one(trainer, four, monkeypatch, capfd):
     """All are well, and do not meet: the first goes on, the others come back after it."""
     trainer.publish()
-    trainer.pool._sender.leave()
-    make = sending.WeightGroup
+    trainer.pool._leave_group()
+    make = servers_module.WeightGroup
 
     def no_way(meeting, *more):
         if meeting.world_size > 2:
             raise RuntimeError("they do not meet over gloo: no route to host")
         return make(meeting, *more)
 
-    monkeypatch.setattr(sending, "WeightGroup", no_way)
+    monkeypatch.setattr(servers_module, "WeightGroup", no_way)
     assert trainer.publish() < SLOW_S
     assert [server.state for server in trainer.pool.servers] == [State.WAITING, *[State.LOST] * 3]
     trainer.settle(4)

@@ -91,7 +91,7 @@ class Engine:
             found = [(state, REASON if state == BROKEN else "") for state in states]
         else:
             self.calls.append(method)
-        if method == "connect":
+        if method == "zero_weights":
             found = ["gpu 0", "gpu 1"]
         if method == "load_update":
             found = [*self.loads]
@@ -293,17 +293,16 @@ def test_a_trainer_has_it_until_it_disconnects():
     with Served(engine) as served:
         one, other = served.client(), served.client()
         for _ in range(2):
-            one.connect("one")
+            one.connect()
             assert one.about.gpus == ["gpu 0", "gpu 1"]
             time.sleep(0.2)
             with pytest.raises(ServerError, match=taken):
-                other.connect("other")
-        other.connect()  # who only asks takes nothing
-        assert engine.calls == ["pause_generation", "connect"] * 2
+                other.ask("other")
+        other.ask()  # who only asks takes nothing
+        assert engine.calls == ["pause_generation", "zero_weights"] * 2
         one.disconnect()
         time.sleep(0.2)
-        other.connect("other")
-        other.disconnect()
+        other.ask("other").close()
 
 
 PAUSED = ["clear_mm_cache_async", "pause_scheduler_async", "load_update", "update_weight_version"]

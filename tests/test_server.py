@@ -205,7 +205,7 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
             patch.setattr("rollouts.rollouts.published_weights", without_a_norm)
             with pytest.raises(ServerError, match="differ from the trainer.s by"):
                 rollouts.publish(policy, 0)
-        wait_until(lambda: rollouts.pool.returned)
+        wait_until(lambda: rollouts.pool.waiting)
         rollouts.publish(policy, 1)
         assert rollouts.pool.serving == rollouts.pool.servers  # and the server is whole again
 
@@ -502,12 +502,10 @@ def test_sampling_params_are_tried_by_the_server(models, servers, given, message
 
 def test_sampling_params_that_the_server_takes(client):
     sampling = {"n": 2, "max_tokens": 512, "top_p": 1, "top_k": 5, "logit_bias": {"3": 1.5}}
-    client.connect(
+    client.ask(
         sampling={**sampling, "repetition_detection": {"max_pattern_size": 3, "min_count": 4}}
     )
-    client.connect(
-        sampling={**sampling, "bad_words": ["no"], "allowed_token_ids": [3], "min_p": 0.1}
-    )
+    client.ask(sampling={**sampling, "bad_words": ["no"], "allowed_token_ids": [3], "min_p": 0.1})
 
 
 @pytest.mark.parametrize("prompt", [[], [10**9]])

@@ -180,6 +180,6 @@ def test_servers_that_join_a_run(models, stand_in, capsys, monkeypatch, kind, me
         pool.lose(pool.servers[0], "it was ended")
         printed = printed_until(capsys, "stays left out")
         assert f"{url} answers again, but stays left out: {url} {message}" in printed
-        assert not pool.returned
+        assert not pool.waiting
         monkeypatch.setattr(FakeServer, "about", theirs)  # as it was told to
-        wait_until(lambda: pool.returned)
+        wait_until(lambda: pool.waiting)

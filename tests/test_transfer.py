@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from rollouts import sending
-from rollouts.sending import Sender
-from vllm_client import Server
+from config import TrainConfig
+from rollouts import servers as servers_module
+from rollouts.servers import ServerPool
+from vllm_client import Server, State
 from weights.group import Meeting, WeightGroup, packed
 
 TIMEOUT_S = 2.0
@@ -179,11 +180,15 @@ def close(members):
 
 def invited(monkeypatch, own, ranks_gpus, *servers):
     """The terms for servers with workers on these GPUs, and the first rank of each."""
-    monkeypatch.setattr(sending, "gpu_of", lambda device: own)
+    monkeypatch.setattr(servers_module, "gpu_of", lambda device: own)
     sent = threading.Event()
     its_group = SimpleNamespace(send=lambda *_: sent.set(), close=lambda: None)
-    monkeypatch.setattr(sending, "WeightGroup", lambda *_: its_group)
-    sender = Sender(CPU, ranks_gpus, TIMEOUT_S, ThreadPoolExecutor(9))
+    monkeypatch.setattr(servers_module, "WeightGroup", lambda *_: its_group)
+    config = TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=[print], vllm_urls=[], sync_timeout=TIMEOUT_S
+    )
+    pool = ServerPool(config)
+    pool.connect(CPU, ranks_gpus)
     meetings: list[Any] = []
 
     def update(version, meeting):
@@ -195,7 +200,10 @@ def invited(monkeypatch, own, ranks_gpus, *servers):
         server.about = SimpleNamespace(gpus=gpus, dtype="float32")
         server.update = update
         server.address = "127.0.0.1"
-    assert sender.send([], members, 1) == dict.fromkeys(members)
+        server.state = State.WAITING
+    pool.servers = members
+    assert pool.update_weights([], 1) == members
+    pool.close()
     return meetings[0], sorted(meeting.first_rank for meeting in meetings)
 
 
