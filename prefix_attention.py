@@ -117,14 +117,6 @@ class _Sequence(NamedTuple):
     completion: int
     place: int  # of its first token among all completion tokens
 
-    def num_common(self, other: "_Sequence") -> int:
-        """With how many tokens that may be shared both begin."""
-        if self.family != other.family:
-            return 0
-        shortest = min(len(self.ids), len(other.ids))
-        is_same = self.ids[:shortest] == other.ids[:shortest]
-        return int(is_same.cumprod().sum())
-
 
 def as_tokens(ids: Tokens) -> Tensor:
     """Token ids as [n] int64."""
@@ -242,9 +234,13 @@ def _in_order(sequences: list[_Sequence], share_prefix: bool) -> list[tuple[int,
         ordered.append((level, depth, longest))
         branches: dict[tuple[int, ...], list[_Sequence]] = {}  # by where they leave the longest
         for sequence in below:
-            if sequence is not longest:
-                fork = longest.num_common(sequence)
-                branches.setdefault((fork, *sequence.ids[fork : fork + 1]), []).append(sequence)
+            if sequence is longest:
+                continue
+            fork = 0  # with how many tokens that may be shared both begin
+            if sequence.family == longest.family:
+                is_same = sequence.ids == longest.ids[: len(sequence.ids)]
+                fork = int(is_same.cumprod().sum())
+            branches.setdefault((fork, *sequence.ids[fork : fork + 1]), []).append(sequence)
         for leave in sorted(branches):  # the last to leave comes next
             fork = leave[0]
             waiting.append((level + 1 if fork else 0, fork, branches[leave]))
@@ -1199,8 +1195,25 @@ def _inputs(
             "a model finds the places of images by token ids"
         )
     inputs = {"use_cache": False, "input_ids": row.input_ids, **images}
-    if row.tree is not None:
-        inputs |= _shared_inputs(base, row, row.tree, images)
+    tree = row.tree
+    if tree is not None:
+        config = base.config.get_text_config()
+        if config._attn_implementation != NAME or not getattr(base, "shares_prefixes", False):
+            raise ValueError(
+                "this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)"
+            )
+        kind = base.config.model_type
+        if images and not base.shares_images:
+            raise ValueError(
+                f"a {kind} with images: attach(model, example=...) first, to compare it"
+            )
+        if images and kind in WHOLE_IMAGES:
+            tree = Tree(_cut(tree.segments, _kinds(base, row.input_ids[0]).tolist()))
+        inputs |= {"tree": tree, "position_ids": row.position_ids}
+        if any(name.endswith("_grid_thw") for name in images):
+            inputs["position_ids"] = _rope_positions(base, row, tree, images)
+        # a mask that says nothing: one of 4 dimensions is handed through
+        inputs["attention_mask"] = row.input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
     else:  # as any model's own attention takes it
         if row.input_ids.shape[1] > rope_limit(base.config):
             raise ValueError("a text is too long for the rope factors of others in its row: cut it")
@@ -1218,27 +1231,6 @@ def _inputs(
         # without ids Qwen-VL would shift positions by the images of an earlier row
         inputs |= {"inputs_embeds": inputs_embeds, "position_ids": row.position_ids}
     return inputs
-
-
-def _shared_inputs(
-    base: Any, row: PackedBatch, tree: Tree, images: dict[str, Any]
-) -> dict[str, Any]:
-    """A row's tree, its positions, and a mask that says nothing."""
-    config = base.config.get_text_config()
-    if config._attn_implementation != NAME or not getattr(base, "shares_prefixes", False):
-        raise ValueError(
-            "this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)"
-        )
-    kind = base.config.model_type
-    if images and not base.shares_images:
-        raise ValueError(f"a {kind} with images: attach(model, example=...) first, to compare it")
-    positions = row.position_ids
-    if images and kind in WHOLE_IMAGES:
-        tree = Tree(_cut(tree.segments, _kinds(base, row.input_ids[0]).tolist()))
-    if any(name.endswith("_grid_thw") for name in images):
-        positions = _rope_positions(base, row, tree, images)
-    says_nothing = row.input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)  # 4-D: handed through
-    return {"tree": tree, "position_ids": positions, "attention_mask": says_nothing}
 
 
 # -- Images ----------------------------------------------------------------------------------------

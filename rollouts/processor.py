@@ -134,11 +134,11 @@ def as_text(
         if messages.pop().get("tool_calls") or not messages:
             raise ValueError("its last message calls tools, or is its only one: nothing goes on")
 
-    has_places = any(IMAGE in message["content"] for message in messages)
     takes_images = hasattr(processor, "image_processor")
-    if has_places and not takes_images:
-        raise ValueError("it has an image in a message, and the model takes text alone")
-    if takes_images and not has_places:
+    if any(IMAGE in message["content"] for message in messages):
+        if not takes_images:
+            raise ValueError("it has an image in a message, and the model takes text alone")
+    elif takes_images:
         for message in messages:
             if message["role"] == "user":
                 message["content"] = [IMAGE] * num_images + message["content"]
