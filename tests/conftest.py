@@ -21,38 +21,15 @@ watching = subprocess.Popen(WATCH, stdin=subprocess.PIPE, process_group=0)
 from forked import Forked
 from helpers import ENV, RECIPE, make_model, server
 
-torch.set_num_threads(
-    1
-)  # with more some kernels sum in another order, and equal is not equal to the bit
-SERVERS = {
-    "servers",
-    "vlm_server",
-    "vlm_url",
-    "url",
-    "place",
-    "chat",
-    "recipe",
-}  # fixtures of servers, real or not
-RUNS = (
-    "test_images",
-    "test_server",
-    "test_scripts",
-    "test_train",
-    "test_resume",
-    "test_readme",
-    "test_faults",
-)
-HOUSE = ("test_house", "test_docs", "test_evidence")  # what a fork may do otherwise, and documents
-LONGEST = (
-    *RUNS,
-    "test_launch",
-    "test_recipes",
-    "test_stream",
-    "test_gradients",
-    "test_prefix_attention",
-    "test_rewards",
-    "test_tools",
-)
+# With more some kernels sum in another order, and equal is not equal to the bit.
+torch.set_num_threads(1)
+# Fixtures of servers, real or not.
+SERVERS = {"servers", "vlm_server", "vlm_url", "url", "place", "chat", "recipe"}
+RUNS = ["images", "server", "scripts", "train", "resume", "readme", "faults"]
+HOUSE = ["house", "docs", "evidence"]  # what a fork may do otherwise, and documents
+LONGEST = [
+    *RUNS, "launch", "recipes", "stream", "gradients", "prefix_attention", "rewards", "tools",
+]  # fmt: skip
 
 
 def pytest_configure(config):
@@ -63,15 +40,13 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest files first, so that both workers of scripts/test.sh end at about the same time."""
-    items.sort(
-        key=lambda item: (
-            LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
-        )
-    )
+    place = {name: number for number, name in enumerate(LONGEST)}
+    file = lambda item: item.path.stem.removeprefix("test_")
+    items.sort(key=lambda item: place.get(file(item), len(place)))
     for item in items:
-        if SERVERS & set(item.fixturenames) or item.path.stem in RUNS:
+        if SERVERS & set(item.fixturenames) or file(item) in RUNS:
             item.add_marker("server")
-        if item.path.stem in HOUSE:
+        if file(item) in HOUSE:
             item.add_marker("house")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -38,16 +38,11 @@ def make_tokenizer(add_bos=False, chat_template=None):
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCAB)}, merges=[]))
     backend.decoder = decoders.Fuse()
     if add_bos:
-        backend.post_processor = TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", 1)]
-        )
+        marks = {"single": "<bos> $A", "special_tokens": [("<bos>", 1)]}
+        backend.post_processor = TemplateProcessing(**marks)
+    names = {"pad_token": "<eos>", "bos_token": "<bos>", "eos_token": "<eos>"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<eos>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        model_max_length=256,
-        chat_template=chat_template,
+        tokenizer_object=backend, **names, model_max_length=256, chat_template=chat_template
     )
 
 
@@ -104,9 +99,8 @@ def on_ranks(num_ranks, folder, function, *arguments):
 def _forkserver():
     """A process of `ranks.py`, which ends with this one."""
     command = [sys.executable, str(ROOT / "tests" / "ranks.py")]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV, text=True
-    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=ENV, text=True)
 
 
 def on_forked_ranks(num_ranks, *arguments, timeout_s=300, env=()):
@@ -119,25 +113,18 @@ def on_forked_ranks(num_ranks, *arguments, timeout_s=300, env=()):
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         for output in outputs:
             output.touch()
-        run = [
-            num_ranks,
-            free_port(),
-            [*map(str, arguments)],
-            {**ENV, **dict(env)},
-            str(ROOT),
-            *map(str, outputs),
-        ]
+        words = [*map(str, arguments)]
+        run = [num_ranks, free_port(), words, {**ENV, **dict(env)}, str(ROOT), *map(str, outputs)]
         server.stdin.write(json.dumps(run) + "\n")
         server.stdin.flush()
         if not select([server.stdout], [], [], timeout_s)[0]:
             server.kill()
             _forkserver.cache_clear()
-            raise subprocess.TimeoutExpired(
-                run[2], timeout_s, *(output.read_text() for output in outputs)
-            )
-        return subprocess.CompletedProcess(
-            run[2], int(server.stdout.readline()), *(o.read_text() for o in outputs)
-        )
+            said = (output.read_text() for output in outputs)
+            raise subprocess.TimeoutExpired(words, timeout_s, *said)
+        status = int(server.stdout.readline())
+        said = (output.read_text() for output in outputs)
+        return subprocess.CompletedProcess(words, status, *said)
 
 
 def torchrun(num_ranks, *arguments, timeout_s=300, env=(), cwd=ROOT):
@@ -180,9 +167,8 @@ def saved_state(checkpoint):
 
 
 def read(folder, name):
-    return [
-        json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()
-    ]
+    lines = (folder / "run" / f"{name}.jsonl").read_text().splitlines()
+    return [*map(json.loads, lines)]
 
 
 def wait_until(condition, seconds=20):
@@ -221,15 +207,12 @@ def living():
 def processes_of(leader):
     """Ids of a process, of those in its session, and of all their children."""
     found = {leader}
-    while (
-        more := {
-            number
-            for number, parent, session, _ in living()
-            if parent in found or session == leader
-        }
-        - found
-    ):
-        found |= more
+    before: set[int] = set()
+    while found != before:
+        before = set(found)
+        for number, parent, session, _ in living():
+            if parent in found or session == leader:
+                found.add(number)
     return found
 
 
@@ -267,12 +250,14 @@ def start_train(num_ranks, *arguments, env=ENV, **options):
     )  # fmt: skip
 
 
-def read_until(process, beginning):
-    """Read what a process prints, up to a line that begins so."""
+def read_until(process, text):
+    """Read what a process prints, up to a line with a text."""
+    printed = []
     for line in process.stdout:
-        if line.startswith(beginning):
+        printed.append(line)
+        if text in line:
             return
-    raise AssertionError(f"it ended without a line {beginning!r}")
+    raise AssertionError("".join(printed))
 
 
 def request_times(server, path="/sample"):

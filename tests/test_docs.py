@@ -5,15 +5,12 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from functools import cache
 
 import pytest
-import torch
 from documents import DOCUMENTS, README, TRANSLATION, blocks, cells, commands, inline, metrics, own
 from helpers import ROOT
 from test_readme import PLAIN_LOOP, TRAINING, make_clone
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from config import TrainConfig, parse_args
 from rollouts.servers import server_urls
@@ -216,19 +213,13 @@ def test_flags(clone, monkeypatch):
                 parse_args(["my_recipe.py", *shlex.split(span)])
 
 
-def test_code_blocks(clone, tmp_path, monkeypatch):
-    """Python runs, with a model of the same vocabulary; JSON is JSON."""
+def test_code_blocks(clone, monkeypatch):
+    """Python runs, also in tests of its subject; JSON is JSON."""
     monkeypatch.chdir(clone)
     ran: dict = {}
     (config,) = blocks("python", DOCUMENTS["docs/images.md"])[:1]
     exec("from config import TrainConfig\n" + config, ran)
     assert ran["config"].freeze_vision_tower
-    small = Qwen3Config(vocab_size=10_000, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-                        num_attention_heads=2, num_key_value_heads=1, head_dim=16)  # fmt: skip
-    Qwen3ForCausalLM(small).save_pretrained(tmp_path)
-    sharing = "".join(blocks("python", DOCUMENTS["docs/prefix-attention.md"]))
-    exec(sharing.replace("Qwen/Qwen3-0.6B", str(tmp_path)), ran)
-    assert all(torch.isfinite(weight.grad).all() for weight in ran["model"].parameters())
     for block in blocks("json", "".join(DOCUMENTS.values())):
         json.loads(block)
 
@@ -261,8 +252,3 @@ def in_any_order(text):
 def test_the_translation_says_the_same():
     assert in_order(TRANSLATION) == in_order(README)
     assert in_any_order(TRANSLATION) == in_any_order(README)
-
-
-def test_the_sources_compile():
-    compiling = ["compileall", "-q", "-x", r"^\./(\.venv|outputs)", "."]
-    subprocess.run([sys.executable, "-m", *compiling], cwd=ROOT, check=True)

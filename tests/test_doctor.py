@@ -18,7 +18,6 @@ CONSTANT = "\ndef always_one(completions, **_): return [1.0] * len(completions)\
         (((2, 5), (4, 9)), (1, 2)),
         (((2, 9), (4, 8)), (8, 0)),  # noise: it would fall
         (((2, 1), (4, 8)), (0, 2)),  # noise: it would begin at -6
-        (((4, 7), (4, 8)), (8, 0)),
     ],
 )
 def test_line(points, expected):

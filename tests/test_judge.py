@@ -101,22 +101,16 @@ def test_grades(endpoint):
     assert len(endpoint.questions) == 4 + 2  # no grade may be one the next time
 
 
-@pytest.mark.parametrize(
-    ("replies", "read", "value"),
-    [
-        (["7"], judge.grade_in, 0.7),
-        ([" 10. "], judge.grade_in, 1.0),
-        (["8/10"], judge.grade_in, 0.8),
-        (["3 / 10."], judge.grade_in, 0.3),
-        (["<think>1 or 2</think>\n4"], judge.grade_in, 0.4),
-        (["2 out of 10", "I give 3 of 10.", "7.5", "-5", "11", ""], judge.grade_in, None),
-        (["A"], judge.letter_in, "A"),
-        (["**B**."], judge.letter_in, "B"),
-        (["A or B", ""], judge.letter_in, None),
-    ],
-)
-def test_what_a_grade_or_a_letter_is(replies, read, value):
-    assert [read(reply) for reply in replies] == [value] * len(replies)
+GRADES = {
+    "7": 0.7, " 10. ": 1.0, "8/10": 0.8, "3 / 10.": 0.3, "<think>1 or 2</think>\n4": 0.4, "": None,
+    "2 out of 10": None, "I give 3 of 10.": None, "7.5": None, "-5": None, "11": None,
+}  # fmt: skip
+LETTERS = {"A": "A", "**B**.": "B", "A or B": None, "": None}
+
+
+def test_what_a_grade_or_a_letter_is():
+    assert {reply: judge.grade_in(reply) for reply in GRADES} == GRADES
+    assert {reply: judge.letter_in(reply) for reply in LETTERS} == LETTERS
 
 
 def test_equal_completions_are_asked_once(endpoint, monkeypatch):

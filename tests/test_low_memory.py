@@ -1,5 +1,6 @@
 """AdamW's state in 8 bits, and a base of LoRA in 4 bits."""
 
+import copy
 import shutil
 import sys
 
@@ -11,6 +12,7 @@ from fake_server import fake_server
 from helpers import ROOT, answer_in, on_forked_ranks, on_ranks
 from peft import LoraConfig, get_peft_model
 from test_adapters import lora_config
+from test_prefix_models import plain_rows
 from test_resume import assert_identical, run, start, weights  # noqa: F401
 from test_server import make_config
 from torch import nn
@@ -48,45 +50,6 @@ def config_of(**fields):
     return make_config("m", "http://x", **fields)
 
 
-class Rounded:
-    """A moment in 8 bits, by bitsandbytes' own map of values: blocks of 256, each with its largest."""
-
-    def __init__(self, shape, signed):
-        self.map = bnb.functional.create_dynamic_map(signed).double()
-        if not signed:
-            self.map = self.map[self.map > 0]  # a second moment is never 0
-        self.value = torch.zeros(shape, dtype=torch.float64)
-
-    def keep(self, value):
-        blocks = value.reshape(-1, 256)
-        scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
-        distance = (blocks / scale)[..., None] - self.map
-        self.value = (self.map[distance.abs().argmin(-1)] * scale).reshape(value.shape)
-
-
-class Whole(Rounded):
-    """A moment as AdamW has it."""
-
-    def keep(self, value):
-        self.value = value
-
-
-def adamw(weight, gradients, rates, config, kind):
-    """AdamW (arXiv:1711.05101) in fp64, written out; an update without a gradient is skipped."""
-    beta1, beta2 = 0.9, config.adam_beta2
-    decay = config.weight_decay if weight.ndim > 1 else 0.0
-    first, second = kind(weight.shape, True), kind(weight.shape, False)
-    updates = [pair for pair in zip(gradients, rates, strict=True) if pair[0] is not None]
-    for number, (gradient, rate) in enumerate(updates, 1):
-        mean = beta1 * first.value + (1 - beta1) * gradient.double()
-        square = beta2 * second.value + (1 - beta2) * gradient.double() ** 2
-        first.keep(mean)
-        second.keep(square)
-        ratio = (mean / (1 - beta1**number)) / ((square / (1 - beta2**number)).sqrt() + 1e-8)
-        weight = weight - rate * decay * weight - rate * ratio
-    return weight
-
-
 def some_gradients(model, num):
     """Of several scales, so that the smallest of a block are rounded away; the third is none."""
     torch.manual_seed(3)
@@ -117,33 +80,37 @@ def train_on(model, gradients, config, own=lambda gradient, weight: gradient):
     return optimizer, rates
 
 
-@pytest.mark.parametrize(("width", "kind"), [(64, Rounded), (62, Whole)])
-def test_adamw_written_out(width, kind):
-    """64 x 64 values are in 8 bits, 64 x 62 are fewer than 4,096. In fp32: 1e-6 of a weight."""
+@pytest.mark.parametrize("width", [64, 62])
+def test_adamw(width):
+    """Against torch's in fp64: 64 x 64 values are in 8 bits, 64 x 62 are fewer than 4,096.
+
+    What is in fp32 is within 1e-6, and what is in 8 bits within 5 % of the way (seen: 2 %).
+    """
     config = config_of(**ADAM)
     torch.manual_seed(0)
     model = nn.Linear(width, 64)
-    before = {name: weight.detach().double() for name, weight in model.named_parameters()}
+    exact = copy.deepcopy(model).double()
+    before = exact.weight.detach().clone()
     gradients = some_gradients(model, 6)
     optimizer, rates = train_on(model, gradients, config)
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.0075, 0.005, 0.0025])
 
-    def by_hand(name, kind):
-        of_name = [of_update and of_update[name] for of_update in gradients]
-        return adamw(before[name], of_name, rates, config, kind)
-
-    def share_apart(expected):
-        return ((model.weight.double() - expected).abs() > 1e-6).double().mean()
-
-    torch.testing.assert_close(model.bias.double(), by_hand("bias", Whole), rtol=0, atol=1e-6)
-    # A value in the middle between two of the map may go either way in another precision.
-    expected = by_hand("weight", kind)
-    assert share_apart(expected) < 5e-3
-    assert (model.weight.double() - expected).abs().max() < 1e-3
+    groups: list = [{"params": [exact.weight]}, {"params": [exact.bias], "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
+    for of_update, rate in zip(gradients, rates, strict=True):
+        for name, weight in exact.named_parameters():
+            weight.grad = of_update[name].double() if of_update else None
+        for group in theirs.param_groups:
+            group["lr"] = rate
+        theirs.step()
+    torch.testing.assert_close(model.bias.double(), exact.bias, rtol=0, atol=1e-6)
+    error = (model.weight.double() - exact.weight).abs()
     in_8bit = hasattr(optimizer.state[model.weight]["exp_avg"], "codes")
-    assert in_8bit == (kind is Rounded)
-    if in_8bit:  # the test can tell one from the other
-        assert share_apart(by_hand("weight", Whole)) > 0.5
+    assert in_8bit == (width == 64)
+    if in_8bit:
+        assert 1e-4 < error.mean() / (exact.weight - before).abs().mean() < 0.05
+    else:
+        assert error.max() < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["columns", "rows", "all"])
@@ -298,7 +265,8 @@ def base_config(model, url="http://x", **fields):
 
 
 PROMPT, COMPLETION = [5, 20, 33, 41], [7, 8, 50, 51, 52]
-(ROW,) = pack([(PROMPT, [COMPLETION])], share_prefix=False)
+GROUPS = [(PROMPT, [COMPLETION])]
+(ROW,) = pack(GROUPS, share_prefix=False)
 
 
 def dequantized(path):
@@ -309,12 +277,6 @@ def dequantized(path):
             rounded, state = bnb.functional.quantize_4bit(module.weight.data, quant_type="nf4")
             module.weight.data = bnb.functional.dequantize_4bit(rounded, state)
     return model
-
-
-def logprobs_of(model):
-    ids = torch.tensor([PROMPT + COMPLETION])
-    logits = model(ids).logits.log_softmax(-1)
-    return logits[0, len(PROMPT) - 1 : -1].gather(1, ids[0, len(PROMPT) :, None])[:, 0]
 
 
 COMPILED = pytest.param({"torch_compile": True}, marks=pytest.mark.slow)
@@ -339,9 +301,9 @@ def test_gradients_of_adapters(models, fields):
                 nn.init.normal_(weight, std=0.05)
             adapters[name].data.copy_(weight.data)
 
-        found, expected = completion_logprobs(policy, ROW), logprobs_of(plain)
+        found, expected = completion_logprobs(policy, ROW), plain_rows(plain, GROUPS)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        whole = logprobs_of(AutoModelForCausalLM.from_pretrained(models["untied"]))
+        whole = plain_rows(AutoModelForCausalLM.from_pretrained(models["untied"]), GROUPS)
         assert (whole - expected).abs().mean() > 0.05  # the test can tell it from a base of 4 bits
 
         (found * torch.arange(5.0)).sum().backward()
@@ -350,7 +312,7 @@ def test_gradients_of_adapters(models, fields):
             torch.testing.assert_close(adapters[name].grad, weight.grad, rtol=1e-4, atol=1e-5)
         if not fields:
             found = build_reference(policy, config, device)(ROW, {})
-            expected = logprobs_of(dequantized(models["untied"]))
+            expected = plain_rows(dequantized(models["untied"]), GROUPS)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -366,7 +328,7 @@ def test_a_reference_of_another_name_is_whole(models):
     with process_group(60) as device:
         found = build_reference(build_policy(config, device), config, device)(ROW, {})
     plain = AutoModelForCausalLM.from_pretrained(models["tied"])
-    torch.testing.assert_close(found, logprobs_of(plain))
+    torch.testing.assert_close(found, plain_rows(plain, GROUPS))
 
 
 def test_what_cannot_have_a_base_in_4_bits(models):

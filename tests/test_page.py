@@ -358,20 +358,13 @@ def test_images_stand_in_the_page(shown, tmp_path):
     assert page.locator("#head .note").inner_text().endswith(": 1 images are left out.")
 
 
-def test_ten_thousand_completions(shown):
-    """A page takes as many; of more, steps at even distances stay, and it says so."""
-    page = shown([sample(s, s, n) for s in range(1, 201) for n in range(64)], num_steps=200)
-    kept = page.evaluate("runs[0].samples.length")
-    assert 8_000 <= kept <= 10_000
-    steps = page.evaluate("runs[0].steps")
-    assert [steps[0], steps[-1]] == [1, 200]
-    told = page.locator("#head .note").inner_text()
-    left_out = f"{12_800 - kept:,} completions are left out to keep this small"
-    assert f"{left_out}: {200 - len(steps)} steps have none here" in told
-
-
-def test_steps_that_are_too_large(tmp_path, monkeypatch):
-    """The first groups of the first and last stay: no page grows past its bytes."""
+def test_what_is_too_large(tmp_path, monkeypatch):
+    """Of many rows steps at even distances stay; of large steps the first groups of two."""
+    write(tmp_path, "completions", [sample(s, s, n) for s in range(1, 201) for n in range(64)])
+    lines = run_page.read_lines(tmp_path / "completions.jsonl")
+    assert 8_000 <= len(lines.rows) <= 10_000
+    assert (lines.rows[0]["step"], lines.rows[-1]["step"]) == (1, 200)
+    assert len(lines.rows) + lines.rows_left_out == 12_800
     monkeypatch.setattr(run_page, "MAX_BYTES", 10_000)
     write(tmp_path, "completions", [sample(s, g, 0) for s in (1, 2, 3) for g in range(100)])
     lines = run_page.read_lines(tmp_path / "completions.jsonl")

@@ -142,6 +142,15 @@ def test_values_and_gradients(family):
             assert of_shared.pop(name).norm() < 1e-5
     assert_equal_gradients(of_shared, of_plain, 1e-5)
 
+    # Rows of any split, padded or shared: a prompt's images once per completion, or per row.
+    with torch.no_grad():
+        for model, share_prefix in ((plain, False), (shared, True)):
+            rows = pack(groups, 36, share_prefix)
+            assert len(rows) > 2
+            for row in rows:
+                got = row_logprobs(model, row, images)
+                torch.testing.assert_close(got, expected[row.index], rtol=1e-5, atol=1e-5)
+
 
 def test_what_is_not_exact_is_refused(monkeypatch):
     """Gemma3, if the tokens of an image did not see each other."""
@@ -149,22 +158,6 @@ def test_what_is_not_exact_is_refused(monkeypatch):
     monkeypatch.setattr(prefix_attention, "WHOLE_IMAGES", frozenset())
     with pytest.raises(ValueError, match="Gemma3.* cannot share prefixes: .* from plain rows"):
         attach(make_model("Gemma3"), verify=True, example=(groups[0][0], images[0]))
-
-
-@pytest.mark.parametrize("share_prefix", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_any_split(family, share_prefix):
-    """A prompt's images once per completion, padded and not; in shared rows a prompt comes twice."""
-    groups, images = make_batch(family)
-    model = make_model(family)
-    expected = plain_logprobs(model, groups, images).detach()
-    if share_prefix:
-        attach(model)
-    rows = pack(groups, 36, share_prefix)
-    assert len(rows) > 2
-    for row in rows:
-        got = row_logprobs(model, row, images)
-        torch.testing.assert_close(got, expected[row.index], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

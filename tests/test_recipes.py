@@ -14,6 +14,7 @@ from helpers import CHAT_TEMPLATE, ROOT, make_model, read, server
 from some_rewards import spread
 from test_images import geometry
 from test_judge import Endpoint
+from test_prefix_models import plain_rows
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -124,10 +125,10 @@ def test_what_is_ones_own_takes_ten_lines(name):
     assert 0 < len(written) <= 10
 
 
-def logprob(model, prompt, ids):
-    """Of an answer, by one plain forward."""
-    logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1)[range(len(ids)), ids].sum()
+def answers_logprobs(model, groups):
+    """The log-prob of each answer, by one plain forward."""
+    lengths = [len(ids) for _, answers in groups for ids in answers]
+    return torch.stack([part.sum() for part in plain_rows(model, groups).split(lengths)])
 
 
 def test_dpo(tmp_path):
@@ -141,13 +142,8 @@ def test_dpo(tmp_path):
             weight.add_(0.02 * torch.randn_like(weight))
     pairs = [([5, 6, 7, 8], [[20, 21, 22, 2], [30, 2]]), ([9, 10], [[40, 2], [50, 51, 2]])]
 
-    margins = []
-    for prompt, both in pairs:
-        chosen, rejected = (
-            logprob(policy, prompt, ids) - logprob(reference, prompt, ids).detach() for ids in both
-        )
-        margins.append(chosen - rejected)
-    wanted = -logsigmoid(dpo.BETA * torch.stack(margins)).mean()
+    ratios = answers_logprobs(policy, pairs) - answers_logprobs(reference, pairs).detach()
+    wanted = -logsigmoid(dpo.BETA * (ratios[::2] - ratios[1::2])).mean()
     wanted.backward()
     gradients = {name: weight.grad for name, weight in policy.named_parameters()}
     policy.zero_grad()
@@ -177,10 +173,7 @@ def test_scores_of_many_answers(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     context, answers = "A long, long story. " * 5, ["yes", "no, it is not", "maybe", "x"]
-    prompt = tokenizer(context).input_ids
-    wanted = []
-    for text in answers:
-        ids = [*tokenizer(text).input_ids, tokenizer.eos_token_id]
-        wanted.append(logprob(model, prompt, ids).item())
+    ended = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in answers]
+    wanted = answers_logprobs(model, [(tokenizer(context).input_ids, ended)])
     scores = score.scores(attach(model), tokenizer, context, answers)
-    assert scores == pytest.approx(wanted, rel=1e-4)
+    assert scores == pytest.approx(wanted.tolist(), rel=1e-4)

@@ -142,22 +142,16 @@ def test_long_texts_take_no_time():
     assert called(countdown, 20, completions=texts, nums=[[4]] * 6, target=[4] * 6) == wrong
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("<think>a</think><answer>b</answer>", 1),
-        ("\n<think>\na\n</think>\n<answer>\nb\n</answer>\n", 1),
-        ("<think>a</think>b", 0),
-        ("<answer>b</answer><think>a</think>", 0),
-        ("<think>a</think><answer>b</answer> c", 0),
-        ("<think>a</think>c<answer>b</answer>", 0),
-        ("<think><think>a</think><answer>b</answer>", 0),
-        ("<think>a</think><answer>b</answer><answer>b</answer>", 0),
-        ("<think>" * 50_000, 0),
-    ],
-)
-def test_format(text, value):
-    assert format_reward([text]) == [value]
+FORMATTED = "<think>a</think><answer>b</answer>"
+UNFORMATTED = [
+    "<think>a</think>b", "<answer>b</answer><think>a</think>", FORMATTED + " c", "<think>" * 50_000,
+    "<think>a</think>c<answer>b</answer>", "<think>" + FORMATTED, FORMATTED + "<answer>b</answer>",
+]  # fmt: skip
+
+
+def test_format():
+    right = [FORMATTED, "\n<think>\na\n</think>\n<answer>\nb\n</answer>\n"]
+    assert format_reward([*right, *UNFORMATTED]) == [1] * 2 + [0] * 7
 
 
 def test_length_penalties():

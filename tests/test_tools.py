@@ -13,7 +13,7 @@ from typing import Any
 import plot
 import pytest
 import show
-from helpers import ROOT, table
+from helpers import table
 from PIL import Image
 from test_config import make as make_config
 
@@ -99,11 +99,9 @@ TWENTY = [0.0, 1.0] * 10
     [
         ([[0.0, 0.0], [0.0, 0.0]], 0, {}, EQUAL),
         ([[0.25, 0.25], [0.75, 0.75]], 0, {}, EQUAL),
-        ([[0.25, 0.25], [0.5, 0.75]], 0, {}, None),
         ([[0.25, 0.25], [0.75, 0.75]], 0, {"advantage_fn": lambda rewards, _: rewards}, None),
         ([[0.0, 0.0], [0.0, 0.0]], 0, {"loss_fn": "os.path.exists"}, None),  # which asks no reward
         ([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]], 0, {}, None),
-        ([TWENTY], 20, {}, CUT),
         ([TWENTY], 19, {}, CUT),
         ([TWENTY], 18, {}, None),
     ],
@@ -152,24 +150,22 @@ EVALUATED: dict[str, Any] = {
 }  # fmt: skip
 
 
+# All sets together first, then the accuracy and the reward of each.
+OF_SETS = (
+    "eval/accuracy 0.25 · eval/reward 0.5 · eval/pass@2 0.9 · eval/pass@4 1 · eval/easy/accuracy 0.375"
+    " · eval/hard/accuracy 0.0625 · eval/easy/reward 0.75 · eval/hard/reward 0.125"
+)
+# Calls that failed are there once there are some.
+OF_FAILED = (
+    "reward 0.375 · rewards/len 0.75 · rewards/abs 0 · rewards_failed 2 · loss 0.5 · loss/mine 2"
+)
+
+
 @pytest.mark.parametrize(
     ("fields", "metrics", "line"),
     [
-        # All sets together first, then the accuracy and the reward of each.
-        (
-            EVALUATED,
-            SETS,
-            "eval/accuracy 0.25 · eval/reward 0.5 · eval/pass@2 0.9 · eval/pass@4 1"
-            " · eval/easy/accuracy 0.375 · eval/hard/accuracy 0.0625"
-            " · eval/easy/reward 0.75 · eval/hard/reward 0.125",
-        ),
-        # Calls that failed are there once there are some.
-        (
-            {"reward_funcs": [len, abs]},
-            FAILED,
-            "reward 0.375 · rewards/len 0.75 · rewards/abs 0 · rewards_failed 2 · loss 0.5"
-            " · loss/mine 2",
-        ),
+        (EVALUATED, SETS, OF_SETS),
+        ({"reward_funcs": [len, abs]}, FAILED, OF_FAILED),
     ],
 )
 def test_what_a_line_says(tmp_path, capsys, fields, metrics, line):
@@ -238,34 +234,6 @@ def test_what_is_drawn(tmp_path, monkeypatch, capsys):
     rewards, lengths, *_ = figures[1].axes
     assert lengths.get_ylim()[0] == 0  # a change of a token is not the whole height
     assert [line.get_label() for line in rewards.lines] == ["reward", "eval/reward"]
-
-
-@pytest.mark.house
-def test_units_are_those_of_the_documents():
-    """A metric in whose meaning docs/metrics.md names a unit has it."""
-    page = (ROOT / "docs" / "metrics.md").read_text()
-    found = re.findall(r"^\| `([\w/@<>]+)` \| (.*) \|$", page.partition("## Advantages")[0], re.M)
-    assert len(found) > 35
-    units = {name: plot.unit_of(name) for name, _ in found}
-    for name, meaning in found:
-        named = {
-            "nats": "nats" in meaning,
-            "share": meaning.startswith("share "),
-            "seconds": name.startswith("time/"),
-            "groups": meaning.startswith("groups "),
-        }
-        assert not any(named.values()) or named.get(units[name]), name
-    unnamed = {name for name, unit in units.items() if not unit}
-    assert unnamed == {
-        "reward", "rewards/<f>", "reward_std", "eval/reward", "eval/rewards/<f>",
-        "step", "policy_version", "loss", "loss/<name>", "info/<name>", "grad_norm", "learning_rate",
-    }  # fmt: skip
-    assert plot.unit_of("eval/aime/accuracy") == plot.unit_of("eval/pass@8") == "share"
-
-
-def test_sparkline():
-    assert plot.sparkline([0, 1, 2, 3, 0, 0], width=3) == "▂█▁"  # means 0.5, 2.5 and 0
-    assert plot.sparkline([5.0]) == plot.sparkline([5.0, 5.0])[0] == "▁"
 
 
 def test_info_and_refusals(tmp_path, capsys):

@@ -152,12 +152,12 @@ def send(trainer, tensors, dtype=torch.float32):
     trainer.send(*packed(tensors, CPU, dtype))
 
 
-def assert_fails(call, message, least_s=0.0):
+def assert_fails(call, message):
     """By a message, within the time-out."""
     started_s = time.monotonic()
     with pytest.raises(RuntimeError, match=message):
         call()
-    assert least_s <= time.monotonic() - started_s < TIMEOUT_S + SLOW_S
+    assert time.monotonic() - started_s < TIMEOUT_S + SLOW_S
 
 
 def transfer(members, *all_tensors, dtype=torch.float32):
@@ -328,15 +328,10 @@ def test_no_route(nccl, fault):
 def test_matrices_are_rounded_to_the_servers_dtype(nccl, backend):
     """As it does itself with a checkpoint; all else goes as it is, each from where its dtype may begin."""
     as_they_are = {
-        "vector": FULL[0],
-        "ids": torch.arange(6).view(2, 3),
-        "half": FULL.half(),
-        "0-d": FULL[0, 0],
-        "six bytes": FULL[0, :3].bfloat16(),
-        "four bytes": FULL[0, :1],
-        "double": FULL[0].double(),
+        "vector": FULL[0], "ids": torch.arange(6).view(2, 3), "half": FULL.half(), "0-d": FULL[0, 0],
+        "six bytes": FULL[0, :3].bfloat16(), "four bytes": FULL[0, :1], "double": FULL[0].double(),
         "bools": FULL > 0,
-    }
+    }  # fmt: skip
     matrices = {"matrix": FULL, "strided": FULL.T, "empty": torch.empty(0, 4)}
     expected = as_they_are | {name: tensor.bfloat16() for name, tensor in matrices.items()}
     members = join(2, backend, TIMEOUT_S)
@@ -419,12 +414,3 @@ def test_groups_that_were_left_leave_nothing():
         time.sleep(0.3)
         found.append(counts())
     assert found[-1] <= found[1]
-
-
-def test_a_worker_that_takes_nothing_holds_the_trainer_until_the_time_out():
-    members = join(2, timeout_s=TIMEOUT_S)
-    large = {"a": torch.zeros(50_000_000)}
-    assert_fails(lambda: send(members[0], large), "imed out", least_s=TIMEOUT_S)
-    started_s = time.monotonic()
-    close(members)
-    assert time.monotonic() - started_s < SLOW_S
