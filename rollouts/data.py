@@ -232,16 +232,21 @@ def leave_out_long(prompts: list[Prompt], max_len: int, config: TrainConfig) -> 
     Raises:
         UserError: all prompts are left out.
     """
-    kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_len]
-    num_left_out = len(prompts) - len(kept)
-    said = (
-        f"left out {num_left_out} of {len(prompts)} prompts, empty or over {max_len} tokens: raise "
-        "max_tokens_per_gpu, or the --max-model-len of all servers, or lower "
-        f"max_completion_len={config.max_completion_len}"
-    )
-    if not kept:
-        raise UserError(said)
-    if num_left_out:
+    kept = []
+    left_out = []
+    for prompt in prompts:
+        if 0 < len(prompt.token_ids) <= max_len:
+            kept.append(prompt)
+        else:
+            left_out.append(prompt)
+    if left_out:
+        said = (
+            f"left out {len(left_out)} of {len(prompts)} prompts, empty or over {max_len} tokens, "
+            f"as {left_out[0].where}: raise max_tokens_per_gpu, or the --max-model-len of all "
+            f"servers, or lower max_completion_len={config.max_completion_len}"
+        )
+        if not kept:
+            raise UserError(said)
         print(said)
     return kept
 
