@@ -466,6 +466,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             "reference_decay=0, which copies": (
                 self.reference_decay and self.dtype == "bfloat16" and not self.use_peft
             ),
+            "eval_temperature must be 0, or at least 0.01": 0 < self.eval_temperature < 0.01,
             f"sampling_params may not set {not_theirs}, which is the trainer's: num_generations, "
             "max_completion_len, temperature, top_k and stop are fields": not_theirs,
         }

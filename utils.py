@@ -46,6 +46,8 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     if "RANK" not in place or place.get("WORLD_SIZE", "1") == "1":
         world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         place = {}
+    elif "LOCAL_RANK" not in place:
+        raise UserError("RANK is set without LOCAL_RANK: unset it, or start ranks by torchrun")
     elif "TORCHELASTIC_RUN_ID" not in place:  # of another launcher, or left by another job
         print("rank", place["RANK"], "waits for the others: to train alone, unset RANK", flush=True)
 

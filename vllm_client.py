@@ -82,7 +82,7 @@ def completion_of(message: Sampled, prompt_ids: Any = None) -> Completion:
 class State(Enum):
     """The use that a run has of a server at the moment."""
 
-    LOST = "lost"  # none: the watcher asks until the server answers again, and connects it
+    LOST = "lost"  # none: a thread asks until the server answers again, and connects it
     WAITING = "waiting"  # connected, at the start or once it is back, without the current weights
     SERVING = "serving"  # groups, under the current weights
 

@@ -79,7 +79,7 @@ if __name__ == "__mp_main__":
 
 
 def options(argv: list[str]) -> Any:
-    """Read the options of a command line; a wrong one is refused in one line.
+    """Read the options of a command line; a wrong one is refused.
 
     Raises:
         SystemExit: one is unknown, or does not go with others.
@@ -89,7 +89,10 @@ def options(argv: list[str]) -> Any:
     parser.set_defaults(**DEFAULTS)
     if current_platform.is_cpu():
         available = cpu_resource_utils.get_memory_node_info().available_memory
-        cache_bytes = min(4 << 30, available // 8)  # the trainer has the rest
+        has_size = "--gpu-memory-utilization" in " ".join(argv).replace("_", "-")
+        cache_bytes: int | None = min(4 << 30, available // 8)  # the trainer has the rest
+        if has_size or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            cache_bytes = None  # vLLM takes that
         parser.set_defaults(**CPU_DEFAULTS, kv_cache_memory_bytes=cache_bytes)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="the address to listen at")
@@ -162,9 +165,12 @@ def main(argv: list[str]) -> None:
     """
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
     args = options(argv)
-    binding = uvicorn.Config("", args.host, args.port, log_level="error")
-    with binding.bind_socket() as listener:  # or it logs why not, and ends
-        listener.listen()  # before the model is loaded: who connects already waits
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    try:  # before the model is loaded; who connects already waits
+        listener = socket.create_server((args.host, args.port), family=family)
+    except OSError as error:
+        sys.exit(f"error: --host {args.host} --port {args.port}: {error.strerror}")
+    with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # of its connections
         for option, value in SILENCE.items():
             listener.setsockopt(socket.IPPROTO_TCP, option, value)

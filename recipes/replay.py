@@ -99,6 +99,8 @@ class Replay:
         groups = []
         path = file_of(self.folder, step)
         for number, (row, ids, segments, fields) in enumerate(torch.load(path, weights_only=False)):
+            if "texts" not in fields:
+                raise UserError(f"replay: {path} is of an earlier version: sample again")
             group = Group(Prompt(row, ids, "", {}), id=first + number, **fields)
             group.fill(segments)
             groups.append(group)

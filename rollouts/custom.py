@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from config import TrainConfig, UserError
-from rollouts.group import Group
+from rollouts.group import Group, RolloutFailed
 from rollouts.workers import described
 from training.batching import longest_completion
 from utils import naming
@@ -19,10 +19,12 @@ from vllm_client import ServerError
 @contextmanager
 def naming_function(name: str, error_type: type[UserError] = UserError) -> Iterator[None]:
     """Turn an error of one of the config's functions into a UserError with the line where."""
+    # Another server is asked; and the trainer's full memory has a cure of its own.
+    passed_on: Any = ServerError if error_type is RolloutFailed else torch.OutOfMemoryError
     try:
         yield
-    except (ServerError, torch.OutOfMemoryError):
-        raise  # another server is asked; and the trainer's full memory has a cure of its own
+    except passed_on:
+        raise
     except (Exception, SystemExit) as error:
         raise error_type(f"{name} raised {described(error)}") from error
 

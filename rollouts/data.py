@@ -96,13 +96,17 @@ def _rows_of_file(path: str) -> Any:
             if any(None in row for row in rows):  # the name of cells beyond the header's
                 raise ValueError("a row has more cells than the header has names")
             return rows
-        text = file.read().strip()
+        text = file.read()
 
     # `datasets` would turn strings that look like dates into dates.
-    if not text.startswith("["):
-        lines = [line for line in text.split("\n") if line.strip()]
-        text = "[" + ",\n".join(lines) + "]"  # so that an error has the number of its line
-    return json.loads(text)
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        with naming(f"line {number}"):
+            if line.strip():
+                rows.append(json.loads(line))
+    return rows
 
 
 def _without_nulls(value: Any, is_chat: bool) -> Any:
@@ -179,17 +183,19 @@ def _content_and_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
 
     Raises:
         ValueError: there is no prompt; a message has no role or content, or a part of another kind;
-            or images are given twice.
+            or images are given twice, or not for each place.
     """
     content = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(content, str | list) or content == []:
         raise ValueError(f"it has no `prompt`, a string or a list of messages: {row!r:.200}")
 
     messages: list[Any] = []  # whose parts are text, or marks in the places of images
-    inside: list[Any] = []  # images of messages
+    places: list[Any] = []  # of images in messages, each with its image, or None
     for message in content if isinstance(content, list) else []:
         match message:
-            case {"role": "assistant"} | {"role": str(), "content": str() | [_, *_]}:
+            case {"role": "assistant"} | {"role": str(), "content": str() | [_, *_]} if message[
+                "role"
+            ]:
                 parts = message.get("content") or ""
             case _:
                 raise ValueError(f"it has a message without role or content: {message!r:.100}")
@@ -205,9 +211,7 @@ def _content_and_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
                 case {"type": "image" | "image_url"}:
                     marked.append(IMAGE)
                     image = part.get("image") or part.get("image_url")
-                    image = image or part.get("url") or part.get("path")
-                    if image:  # those of other marks are in a column
-                        inside.append(image)
+                    places.append(image or part.get("url") or part.get("path"))
                 case _:
                     raise ValueError(
                         "it has a message with a part neither of type text nor image: "
@@ -215,6 +219,7 @@ def _content_and_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
                     )
         messages.append({**message, "content": marked})
 
+    inside = [image for image in places if image]
     given = [images for images in (row.get("image"), row.get("images"), inside) if images]
     if len(given) > 1:
         raise ValueError(
@@ -223,6 +228,10 @@ def _content_and_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
     images = given[0] if given else []
     if not isinstance(images, list | tuple):
         images = [images]
+    if places and len(places) != len(images):
+        raise ValueError(
+            f"it has {len(images)} images for the {len(places)} places in its messages"
+        )
     return messages or content, list(images)
 
 

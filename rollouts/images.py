@@ -4,7 +4,6 @@ import base64
 import io
 import os
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import requests
@@ -31,20 +30,27 @@ class Images:
     inputs: dict[str, Tensor]  # for the policy: `pixel_values` and the like, on the CPU
 
 
-@cache
-def fetched(url: str) -> bytes:
-    """The bytes behind a URL, asked for once a run."""
-    reply = requests.get(url, timeout=30)
-    reply.raise_for_status()
-    return reply.content
+def image_source(source: Any) -> Any:
+    """An image's bytes, path or base64, or a PIL image.
+
+    A URL is fetched; of the dictionaries of `datasets` the bytes, the path or the URL is taken.
+    """
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path") or source.get("url") or source
+    if isinstance(source, str | os.PathLike):
+        source = str(source).removeprefix("file://")
+        if source.startswith(("http://", "https://")):
+            reply = requests.get(source, timeout=30)
+            reply.raise_for_status()
+            return reply.content
+    return source
 
 
 def open_image(source: Any) -> Any:
     """A PIL image, upright and in RGB, transparent pixels on a white ground.
 
     Args:
-        source: a PIL image, bytes, a path, a URL, a data URI or its base64 alone; or a dictionary
-            that has one of them, as those of `datasets`.
+        source: a PIL image, bytes, a path, a data URI or its base64 alone.
 
     Raises:
         ValueError: it has more than 8 bits a channel, or more pixels than a server takes.
@@ -53,13 +59,8 @@ def open_image(source: Any) -> Any:
 
     image = source
     with naming(f"no image, path, URL, bytes or base64: {source!r:.100}"):
-        if isinstance(image, dict):
-            image = image.get("bytes") or image.get("path") or image.get("url")
-        if isinstance(image, str):
-            if image.startswith(("http://", "https://")):
-                image = fetched(image)
-            elif not os.path.isfile(image):
-                image = base64.b64decode(image.rpartition(",")[2], validate=True)
+        if isinstance(image, str) and not os.path.isfile(image):
+            image = base64.b64decode(image.rpartition(",")[2], validate=True)
         if not isinstance(image, Image.Image):
             image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
 
@@ -83,7 +84,8 @@ def with_tokens(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     """
     tokenizer = tokenizer_of(processor)
     with naming(prompt.where):
-        images = list(map(open_image, prompt.sources))
+        sources = list(map(image_source, prompt.sources))
+        images = list(map(open_image, sources))
         text, needs_beginning = as_text(
             processor, prompt.content, len(images), config, **prompt.template
         )
@@ -116,7 +118,8 @@ def with_tokens(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
             text=[text], images=[images], add_special_tokens=False, return_tensors="pt"
         )
 
-    prompt = replace(prompt, token_ids=beginning + batch["input_ids"][0].tolist())
+    token_ids = beginning + batch["input_ids"][0].tolist()
+    prompt = replace(prompt, token_ids=token_ids, sources=sources)
     return replace(
         prompt,
         images=Images(

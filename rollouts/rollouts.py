@@ -221,8 +221,8 @@ class Rollouts:
         num_sampled = self.stream.num_sampled_tokens - self.sampled_before
         batch.metrics |= {
             "num_tokens": self.num_tokens,
-            "rewards_failed": self.run.scorer.failures.count,
-            "rollouts_failed": self.run.failures.count,
+            "rewards_failed": len(self.run.scorer.failures.failed),
+            "rollouts_failed": len(self.run.failures.failed),
             "time/wait_s": self.waited_s,
             "idle/trainer": self.waited_s / elapsed_s,
             "idle/servers": (self.pool.idle_seconds() - self.idle_before_s) / elapsed_s,

@@ -16,7 +16,7 @@ from rollouts.group import Group, Prompt, RolloutFailed
 from rollouts.processor import hold_date, load_processor, placeholder_ids, tokenizer_of
 from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Failures, Scorer, check_rewards
-from rollouts.servers import ServerPool
+from rollouts.servers import ServerPool, server_urls
 from training.loading import load_model_config
 from utils import naming
 
@@ -64,11 +64,11 @@ class Run:
         Raises:
             RolloutFailed: there are no completions, and no server is to blame.
         """
+        streak = self.failures.begin("rollouts")
         try:
             sample_group(group, self.pool, self.processor, self.config, **instead)
-            self.failures.in_a_row["rollouts"] = 0
         except RolloutFailed as error:
-            self.failures.note("rollouts", str(error), group)
+            self.failures.note(streak, str(error), group)
             raise
         self.scorer.score(group)
 
@@ -88,6 +88,7 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
         UserError, ServerError: something cannot be used; the message says what to do.
     """
     check_packages(config)
+    server_urls(config)  # wrong ones are told first
     processor = load_processor(config)
     hold_date(processor, before.setdefault("began", datetime.now().isoformat()))
     model_config = load_model_config(config)[0]

@@ -7,12 +7,11 @@ import json
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,9 +70,10 @@ def text_of(
     stop_token_ids: Collection[int] = (),
     **_: Any,
 ) -> str:
-    """The text of sampled tokens, without a special one at its end, which ends a turn.
+    """The text of sampled tokens, without those that end it.
 
-    Other special tokens belong to it, as `<think>` and `<tool_call>` in some vocabularies.
+    Other special tokens belong to it, as `<think>` and `<tool_call>` in some vocabularies; and the
+    padding token, as servers sample no padding: it may be any word.
 
     Args:
         token_ids: of a completion, or of a turn, a list or a tensor [n].
@@ -82,12 +82,17 @@ def text_of(
         stop: a parameter of vLLM that it was sampled with: what it names belongs to the text.
         stop_token_ids: the same.
     """
+
+    def is_kept(token_id: int) -> bool:
+        return token_id in stop_token_ids or as_sampled([token_id], tokenizer) in stop
+
+    token_ids = list(map(int, token_ids))
     last = token_ids[-1:]
     is_special = tokenizer.decode(last) != tokenizer.decode(last, skip_special_tokens=True)
-    is_named = as_sampled(last, tokenizer) in stop or any(map(stop_token_ids.__contains__, last))
-    if is_ended and is_special and not is_named:
-        token_ids = token_ids[:-1]
-    return as_sampled(token_ids, tokenizer)
+    if is_ended and is_special and not is_kept(last[0]):
+        token_ids = token_ids[:-1]  # the end of a turn, which not every tokenizer names
+    end = tokenizer.eos_token_id
+    return as_sampled([each for each in token_ids if each != end or is_kept(each)], tokenizer)
 
 
 def mean(values: list[float]) -> float:
@@ -119,22 +124,27 @@ def weighted(rewards: Tensor, config: TrainConfig) -> list[float]:
 class Failures:
     """Failed calls of one kind, kept in a file of the run. Thread-safe.
 
-    One in thousands is no reason to end a run, but many in a row are. Quick failures overtake slow
-    successes, so these are as many as two batches have, at least 8.
+    One in thousands is no reason to end a run, but a streak of them is. The calls of each function
+    are counted off in streaks of `batch_size`, at least 4, as they begin: quick failures end before
+    slow successes.
     """
 
     def __init__(self, kind: str, config: TrainConfig):
         self.path = Path(config.output_dir) / f"failed_{kind}.jsonl"
-        self.count = 0
-        self.in_a_row: Counter[str] = Counter()  # of each function, since a call that did not fail
-        self._most_in_a_row = 2 * max(config.batch_size, 4)
+        self._streak_size = max(config.batch_size, 4)
+        self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)  # of calls
+        self.failed: list[tuple[str, int]] = []  # of each failed call its streak
         self._lock = threading.Lock()
 
-    def note(self, name: str, message: str, group: Group) -> None:
-        """Write a function's failed call down, with the group that it was for.
+    def begin(self, name: str) -> tuple[str, int]:
+        """The streak, by function and number, of a call that begins now."""
+        return name, next(self._numbers[name]) // self._streak_size
+
+    def note(self, streak: tuple[str, int], message: str, group: Group) -> None:
+        """Write a failed call down, with the group that it was for.
 
         Raises:
-            UserError: too many have failed in a row.
+            UserError: all calls of its streak have failed.
         """
         failed_call = {
             "error": message,
@@ -147,15 +157,15 @@ class Failures:
             # Half a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(line + "\n")
-            self.count += 1
-            self.in_a_row[name] += 1
-            if self.count.bit_count() == 1:  # the first, second, fourth, ...
-                print(f"{message} ({self.count} failed: {self.path})")
-            if self.in_a_row[name] >= self._most_in_a_row:
-                raise UserError(
-                    f"{message}; so did {self.in_a_row[name]} calls in a row, see {self.path}; "
-                    "mend the cause, and go on with --resume_from_checkpoint auto"
-                )
+            self.failed.append(streak)
+            num_failed = self.failed.count(streak)
+        if num_failed == 1:
+            print(f"{message} (all that fail are in {self.path})")
+        if num_failed == self._streak_size:
+            raise UserError(
+                f"{message}; so did {num_failed} calls in a row, see {self.path}; mend the cause, "
+                "and go on with --resume_from_checkpoint auto"
+            )
 
 
 class Scorer:
@@ -211,23 +221,24 @@ class Scorer:
         for name in dict.fromkeys(itertools.chain(*samples, required(function))):
             arguments[name] = [sample.get(name) for sample in samples]
 
-        function_name = function.__name__
-        where = f"reward {function_name} on {group.prompt.where}"
+        where = f"reward {function.__name__} on {group.prompt.where}"
         size = len(samples)
+        streak = self.failures.begin(function.__name__)
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
-            self.failures.in_a_row[function_name] = 0
         except CallError as error:
             if self._calls.is_closed:
                 raise
-            self.failures.note(function_name, f"{where} {error}", group)
+            self.failures.note(streak, f"{where} {error}", group)
             values = [self.config.failed_reward] * size
 
         with naming(
             f"{where} must return a list of {size}, one per completion: numbers below 1e30, or None"
         ):
-            rewards = torch.from_numpy(np.array(values, np.float64))  # NaN for None
-            num_usable = (rewards.abs() < LARGEST).sum() + list(values).count(None)
-            if rewards.shape != (size,) or num_usable != size:
+            # `float` would take text, too.
+            numbers = [math.nan if value is None else value.__float__() for value in values]
+            rewards = torch.tensor(numbers, dtype=torch.float64)
+            num_usable = (rewards.abs() < LARGEST).sum() + [*values].count(None)
+            if not len(values) == num_usable == size:
                 raise ValueError(f"it returned {values!r:.500}")
         return rewards

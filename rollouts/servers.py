@@ -47,7 +47,9 @@ def server_urls(config: TrainConfig) -> list[str]:
             urls += Path(word[1:]).expanduser().read_text().split() if is_file else [word]
         wrong = [url for url in urls if not re.match(ADDRESS, url)]
         if wrong or (not urls and (config.vllm_urls or not config.parts)):
-            raise ValueError(f"give http://host:port, or @file with one a line, not {wrong}")
+            raise ValueError(
+                f"give http://host:port, or @file with one a line, not {wrong or 'none'}"
+            )
     return list(dict.fromkeys(url.rstrip("/") for url in urls))
 
 
@@ -205,8 +207,6 @@ class ServerPool:
                         f"no rollout server is left: {why}; "
                         "start one, and go on with --resume_from_checkpoint auto"
                     )
-                else:
-                    self._say_once(f"no rollout server is left: waiting {timeout_s:.0f} s for one")
                 self._slots.wait(1)
             self.idle_seconds()  # counts up to here
             server.in_flight += 1
@@ -245,6 +245,9 @@ class ServerPool:
             server.state = State.LOST
             server.why_out = str(error)
             server.num_losses += 1
+            if not self.serving and not self.waiting:
+                timeout_s = self.config.server_timeout
+                print(f"no rollout server is left: waiting {timeout_s:.0f} s for one")
             threading.Thread(target=self._take_back, args=[server], daemon=True).start()
 
     def admit(self, server: Server) -> None:
@@ -258,6 +261,8 @@ class ServerPool:
     def _watch(self) -> None:
         """Read files of addresses until the run ends: listed servers come, and others leave."""
         while not self._is_closed.wait(PROBE_S):
+            if not self._connections:  # the servers of the start come first
+                continue
             known = {server.url: server for server in self.servers}
             try:
                 urls = server_urls(self.config)

@@ -67,11 +67,12 @@ class CallPool:
         number = self._idle.get()
         try:
             worker = self._workers[number]
-            if not worker or worker.poll() is not None:
+            if not self.is_closed and (not worker or worker.poll() is not None):
                 worker = self._starter.submit(_Worker).result()
                 self._workers[number] = worker
-            if self.is_closed:
-                worker.end()
+            if self.is_closed:  # meanwhile, or before
+                if worker:
+                    worker.end()
                 raise CallError("was not called, as the pool of workers is closed")
 
             grace_s = 0.0 if id(function) in worker.imported else IMPORT_GRACE_S

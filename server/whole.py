@@ -25,8 +25,9 @@ def attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
     before, kept = core.__dict__.get("kept", (version, {}))
     if version != before:  # those that are kept go first, under the version that sampled them
         sent = [joined(outputs) for outputs in kept.values()]
-        message = EngineCoreOutputs(outputs=sent, weight_version=before)
-        core.output_queue.put_nowait((0, message))  # there is one API process
+        if sent:
+            message = EngineCoreOutputs(outputs=sent, weight_version=before)
+            core.output_queue.put_nowait((0, message))  # there is one API process
         kept = {}
     core.kept = (version, kept)
 

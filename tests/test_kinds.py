@@ -42,18 +42,12 @@ MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exist
 # -- what is sampled -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0.0099},
-        {"temperature": 2.01},
-        {"eval_dataset_id": "e", "eval_temperature": 2.01},
-    ],
-)
-def test_temperatures_that_the_server_would_change(fields):
-    """vLLM raises one below 0.01, and refuses one above 2: training would be of another softmax."""
-    with pytest.raises(UserError, match="temperature"):
-        make_config(**fields)
+@pytest.mark.parametrize("value", [0.0099, 2.01])
+def test_temperatures_that_the_server_would_change(value):
+    """vLLM raises one below 0.01, and refuses one above 2: it would sample from another softmax."""
+    for fields in ({"temperature": value}, {"eval_dataset_id": "e", "eval_temperature": value}):
+        with pytest.raises(UserError, match="temperature"):
+            make_config(**fields)
 
 
 def test_placeholders_have_no_probability(models):
@@ -127,8 +121,10 @@ def ids_of(tokenizer, text):
         (THOUGHT, {"is_ended": False}, THOUGHT),
         (f"{THOUGHT}<eos>", {}, THOUGHT),
         (f"{THOUGHT}<|turn_end|>", {}, THOUGHT),
+        (f"{THOUGHT}<eos><eos>", {}, THOUGHT),
         ("<think>a</think>", {"is_ended": False}, "<think>a</think>"),  # cut behind a special token
         (THOUGHT, {"stop": ["</answer>"]}, THOUGHT),
+        ("a<eos>[user]b<eos>", {}, "a[user]b"),
         ("a<|turn_end|>b<|turn_end|>", {}, "a<|turn_end|>b"),
         ("a<eos>", {"stop": ["<eos>"]}, "a<eos>"),
     ],
@@ -200,15 +196,15 @@ def test_a_reward_that_changes_a_column_changes_its_own():
 
 
 def test_what_a_float_can_be_made_of_is_a_reward():
-    for function in (some_rewards.other_numbers, some_rewards.numbers_as_text):
-        config = make_config(reward_funcs=[function])
-        assert score(make_groups(), config) == [[1.0, 0.5]] * 2
+    config = make_config(reward_funcs=[some_rewards.other_numbers])
+    assert score(make_groups(), config) == [[1.0, 0.5]] * 2
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (some_rewards.arrays, ""),
+        (some_rewards.numbers_as_text, ""),
         # No loss takes these, nor would their weighted sum be one, in float32.
         (some_rewards.large, "OverflowError: int too large to convert to float"),
         (some_rewards.largest, r"it returned \[1.0, 1.7e\+308\]"),
@@ -222,30 +218,33 @@ def test_what_is_no_reward(function, message):
 
 @pytest.fixture
 def failures(tmp_path):
-    """Of a run that at most 8 in a row leave alive."""
-    return Failures("rewards", make_config(batch_size=1, output_dir=str(tmp_path)))
+    """Of a run with so many calls in a row."""
+    return lambda size: Failures("rewards", make_config(batch_size=size, output_dir=str(tmp_path)))
 
 
-def test_failures_in_a_row_end_a_run(failures):
-    """Of one function, whatever others do; a success ends the row; a tuple may be a column's key."""
+@pytest.mark.parametrize("failed", [[0, 1, 2, 3], [5, 7, 4, 6], [1, 2, 3, 4, 5, 6, 7]])
+def test_failures_in_a_row_end_a_run_in_whatever_order_they_end(failures, failed):
+    """Four of a function that began in a row, seven at the latest; a tuple may be a column's key."""
+    found = failures(1)
     group = Group(Prompt(0, [5], "a", {("a", 1): 2, "b": {3}}))  # type: ignore[dict-item]
-    for number in range(14):
-        failures.in_a_row["g"] = 0
-        if number == 7:
-            failures.in_a_row["f"] = 0
-        failures.note("f", "it fails", group)
-        failures.note("g", "it fails", group)
-    with pytest.raises(UserError, match="it fails; so did 8 calls in a row"):
-        failures.note("f", "it fails", group)
-    assert failures.count == 29
+    of_f, of_g = zip(*[(found.begin("f"), found.begin("g")) for _ in range(8)], strict=True)
+    for number in failed[:-1]:
+        found.note(of_f[number], "it fails", group)
+    found.note(of_g[failed[-1]], "it fails", group)
+    with pytest.raises(UserError, match="it fails; so did 4 calls in a row"):
+        found.note(of_f[failed[-1]], "it fails", group)
+    assert len(found.failed) == len(failed) + 1
 
 
-def test_failed_calls_are_said_as_their_number_doubles(failures, capsys):
-    for number in range(100):
-        failures.note("f", f"away at {number}", make_groups()[0])
-        failures.in_a_row["f"] = 0
+def test_failed_calls_are_said_once_in_a_row(failures, capsys):
+    """Half of a run's calls may fail, also where they end first; a judge's second outage is named."""
+    found = failures(64)
+    calls = [found.begin("f") for _ in range(640)]
+    for number in (*range(0, 64, 2), 70, 500):
+        found.note(calls[number], f"away at {number}", make_groups()[0])
+    assert len(found.failed) == 34
     told = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()]
-    assert told == [f"away at {number}" for number in (0, 1, 3, 7, 15, 31, 63)]
+    assert told == ["away at 0", "away at 70", "away at 500"]
 
 
 # -- data ------------------------------------------------------------------------------------------

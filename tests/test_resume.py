@@ -44,6 +44,7 @@ from config import TrainConfig, UserError, parse_args
 from rollouts.rollouts import Rollouts
 from train import main
 from training.checkpoints import MAY_CHANGE, find_start
+from training.logs import cut_after
 from training.model import with_bf16
 from weights.publish import published_weights
 
@@ -310,6 +311,18 @@ def test_a_folder_that_ranks_do_not_share_is_refused(start, tmp_path):
     done = on_forked_ranks(2, ROOT / "train.py", *start(save_steps=2, use_fsdp=True))
     assert done.returncode != 0
     assert "output_dir=run is not one folder for all ranks" in done.stderr
+
+
+def test_lines_end_where_json_says(tmp_path):
+    """A completion may hold what str.splitlines() takes for the end of a line; one that is cut off is dropped."""
+    path = tmp_path / "completions.jsonl"
+    rows = [{"step": step, "completion": "a\u2028b\x85c\x0bd"} for step in (1, 2, 3)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text(lines + '{"step": 3, "rew')
+    for last in (3, 2):
+        cut_after(path, last)
+        kept = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+        assert kept == rows[:last]
 
 
 UNREADABLE = "trainer cannot be read: .*No such file.*state.pt"

@@ -368,23 +368,6 @@ def test_the_first_groups_that_were_begun_are_logged_before_a_checkpoint_is(tmp_
     assert sample["group"] == 1
 
 
-def test_files_are_cut_where_a_run_goes_on(tmp_path):
-    """Whatever their lines hold; half a line goes too, and a file that somebody removed begins anew."""
-    group = scored([1.0])
-    group.texts = ["a\u2028b\x85c\x0bd"]
-    names = ("metrics.jsonl", "completions.jsonl")
-    with logging(tmp_path) as log:
-        log.step(1, TIMES, Batch([group]))
-        state = log.state()
-        before = [(tmp_path / name).read_bytes() for name in names]
-        log.step(2, TIMES, Batch([group]))
-    with (tmp_path / "metrics.jsonl").open("a") as lines:
-        lines.write('{"step": 3, "rew')
-    (tmp_path / "dropped.jsonl").unlink()
-    with logging(tmp_path, start=state):
-        assert [(tmp_path / name).read_bytes() for name in names] == before
-
-
 def test_a_collapse_is_said_in_plain_words(tmp_path, capsys):
     """Once; and not of a policy that is sure because it has learned."""
     learns = [0.1] * 5 + [0.5, 0.9] * 5

@@ -122,6 +122,7 @@ class Dealer:
         self.num_ranks = num_ranks
         self.waiting: list[Group] = []  # not dealt yet
         self.added: list[Group] = []  # since the last update, dealt or not
+        self._sizes: dict[Group, int] = {}  # in tokens, of those that came
 
     def needs_more(self, groups: list[Group]) -> bool:
         """True where the groups that came make less than a row for each rank.
@@ -135,7 +136,9 @@ class Dealer:
             return True
         num_tokens = 0
         for group in self.waiting + groups:
-            num_tokens += num_packed_tokens([group.sequences], config.share_prefix)
+            if group not in self._sizes:
+                self._sizes[group] = num_packed_tokens([group.sequences], config.share_prefix)
+            num_tokens += self._sizes[group]
         return num_tokens < self.num_ranks * config.max_tokens_per_gpu
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:

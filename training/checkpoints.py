@@ -253,10 +253,12 @@ class Checkpoints:
             if num_updates == max(self._updates_begun, self.scheduler.last_epoch):
                 # Made for this: no rank can be in the middle of a collective of it.
                 timeout = timedelta(seconds=MEETING_S)
-                # The others may be in the middle of a step; the first error is the one to raise.
-                with suppress(Exception):
+                with suppress(RuntimeError):  # the others are in the middle of a step
                     dist.barrier(dist.new_group(backend="gloo", timeout=timeout))
-                    self._save_last(log)
+                    try:
+                        self._save_last(log)
+                    except Exception as failure:  # the first error is the one to raise
+                        print(f"the last step is not saved: {_in_a_line(failure)}", flush=True)
             raise
         self._save_last(log)
 

@@ -4,6 +4,7 @@ import fnmatch
 import hashlib
 import importlib
 import json
+import math
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from rollouts.processor import as_sampled, tokenizer_of
 from training.metrics import batch_metrics
 from utils import is_main, naming
 
+FILES = ("metrics.jsonl", "completions.jsonl", "held_out.jsonl", "dropped.jsonl")
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # JSON has no NaN and infinity: they become null
 
 MAX_SHOWN = 2000  # characters of a column, of a message, of a segment's prompt
@@ -70,7 +72,6 @@ class RunLog:
             self._on_step += run.on_step
             self._tokenizer = tokenizer_of(run.processor)
         self.run_id = before.get("run_id") or uuid.uuid4().hex
-        self._sizes: dict[str, int] = before.get("sizes", {})  # of the files, in bytes
         parts = ExitStack()
         self.close = parts.close
         if not is_main():
@@ -80,9 +81,9 @@ class RunLog:
         parts.callback(print, PAGE.format(folder))
         (folder / "run_id").write_text(self.run_id)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-        for name, size in self._sizes.items():
-            with (folder / name).open("ab") as file:
-                file.truncate(min(size, file.tell()))  # steps that come again, or half a line
+        if before:
+            for name in FILES:
+                cut_after(folder / name, before["step"])
 
         known_by: dict[str, Any] = {  # a resumed run has the same id, and continues there
             "wandb": {"id": self.run_id, "dir": config.output_dir},
@@ -153,7 +154,6 @@ class RunLog:
             for name, of_file in lines.items():
                 with (folder / name).open("ab") as file:
                     file.write(encoded([{"step": step, **line} for line in of_file]))
-                self._sizes[name] = (folder / name).stat().st_size
 
         for on_step in self._on_step:
             with naming_function("on_step"):
@@ -195,7 +195,7 @@ class RunLog:
         A policy that learns to be sure has little entropy too, and a higher reward.
         """
         trained = self._trained
-        if "entropy" in metrics:
+        if math.isfinite(metrics.get("reward", math.nan)) and "entropy" in metrics:
             trained.append(metrics)
         if len(trained) < 2 * WINDOW:
             return
@@ -220,7 +220,24 @@ class RunLog:
         """
         if is_main():
             wait([self._written])
-        return {"run_id": self.run_id, "sizes": dict(self._sizes)}
+        return {"run_id": self.run_id}
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Cut off the lines of a file after `step`, which come again.
+
+    A crash may also have left half a line.
+    """
+    if not path.exists():
+        return
+    # In bytes, a line ends with \n alone.
+    with naming(f"{path} has a damaged line: remove it"), path.open("rb+") as lines:
+        size = 0
+        for line in lines:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            size += len(line)
+        lines.truncate(size)
 
 
 def encoded(lines: list[dict[str, Any]]) -> bytes:
