@@ -82,15 +82,14 @@ def with_tokens(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
         UserError: the chat template refuses it; an image cannot be read, or has no place in the
             prompt, or they are more than a server takes; names the row.
     """
-    tokenizer = tokenizer_of(processor)
     with naming(prompt.where):
         sources = list(map(image_source, prompt.sources))
         images = list(map(open_image, sources))
         text, needs_beginning = as_text(
             processor, prompt.content, len(images), config, **prompt.template
         )
-        server_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        beginning = missing_beginning(server_ids, tokenizer) if needs_beginning else []
+        server_ids = tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"]
+        beginning = missing_beginning(server_ids, processor) if needs_beginning else []
         server_ids = beginning + server_ids
         if not images:
             return replace(prompt, token_ids=server_ids)
@@ -118,8 +117,7 @@ def with_tokens(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
             text=[text], images=[images], add_special_tokens=False, return_tensors="pt"
         )
 
-    token_ids = beginning + batch["input_ids"][0].tolist()
-    prompt = replace(prompt, token_ids=token_ids, sources=sources)
+    prompt = replace(prompt, token_ids=beginning + batch["input_ids"][0].tolist(), sources=sources)
     return replace(
         prompt,
         images=Images(

@@ -188,11 +188,12 @@ def _check_shown(
 # -- From text to tokens ---------------------------------------------------------------------------
 
 
-def missing_beginning(token_ids: list[int], tokenizer: Any) -> list[int]:
+def missing_beginning(token_ids: list[int], processor: Any) -> list[int]:
     """The ids that still have to come before a prompt: mostly BOS or none.
 
     Tokens that a tokenizer adds to ends (EOS) are none: the completion goes on from there.
     """
+    tokenizer = tokenizer_of(processor)
     first = tokenizer("a", add_special_tokens=False)["input_ids"][0]
     whole = tokenizer("a")["input_ids"]
     beginning = whole[: whole.index(first)]
