@@ -275,7 +275,7 @@ def meet(tmp_path, num_ranks, env, timeout_s=30, has_gpu=False):
 
 
 NOWHERE = "MASTER_ADDR=nowhere.invalid MASTER_PORT=1"
-HALF = "RANK=0 WORLD_SIZE=2"
+HALF = "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0"
 
 
 @pytest.mark.server
@@ -298,6 +298,7 @@ def test_variables_that_mean_nothing_are_ignored(tmp_path, left, has_gpu):
 @pytest.mark.parametrize(
     ("left", "why"),
     [
+        ("RANK=0 WORLD_SIZE=2", "RANK is set without LOCAL_RANK: unset it, or start ranks"),
         (HALF, "to train alone, unset RANK: .*MASTER_ADDR"),
         (f"{HALF} MASTER_ADDR=localhost", "unset RANK: .*MASTER_PORT"),
         (f"{HALF} MASTER_ADDR=localhost MASTER_PORT=FREE", "the ranks do not meet: .*RANK"),

@@ -40,7 +40,7 @@ def log_two_runs(folder, package):
             log.step(step, TIMES | {"loss": float("nan")}, Batch([scored([0.0, 1.0])]))
         state = log.state()
         log.close()
-        log = RunLog(config, 4, state)
+        log = RunLog(config, 4, state | {"step": 2})
         log.step(3, dict(TIMES), Batch([scored([1.0, 1.0])]))
         log.close()
     return state["run_id"]
