@@ -135,10 +135,7 @@ def as_text(
             raise ValueError("its last message calls tools, or is its only one: nothing goes on")
 
     takes_images = hasattr(processor, "image_processor")
-    if any(IMAGE in message["content"] for message in messages):
-        if not takes_images:
-            raise ValueError("it has an image in a message, and the model takes text alone")
-    elif takes_images:
+    if takes_images and not any(IMAGE in message["content"] for message in messages):
         for message in messages:
             if message["role"] == "user":
                 message["content"] = [IMAGE] * num_images + message["content"]

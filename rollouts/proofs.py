@@ -77,7 +77,7 @@ def prove(rollouts: Any, servers: list[Server]) -> None:
 
 
 def _probe(rollouts: Any, server: Server) -> list[Completion]:
-    """Two short completions of a server; none where it fails.
+    """Two short completions under the weights that were sent; none if it gives no such.
 
     Then it is left out, but for one that serves: it may be busy, and if it is lost, those who ask
     it for groups notice.
@@ -91,8 +91,15 @@ def _probe(rollouts: Any, server: Server) -> list[Completion]:
     is_serving = server.state is State.SERVING
     timeout_s = ANSWER_TIMEOUT_S if is_serving else CONTROL_TIMEOUT_S
     try:
-        return server.generate(prompt.token_ids, sampling, prompt.images, timeout_s, priority=-1)
+        completions = server.generate(
+            prompt.token_ids, sampling, prompt.images, timeout_s=timeout_s, priority=-1
+        )
     except ServerError as error:
         if not is_serving:
             rollouts.pool.lose(server, error)
         return []
+    versions = torch.cat([completion.weight_versions for completion in completions])
+    if not versions.eq(rollouts.version).all():
+        rollouts.pool.lose(server, "answers with other weights than it was sent")
+        return []
+    return completions

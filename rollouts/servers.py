@@ -47,9 +47,8 @@ def server_urls(config: TrainConfig) -> list[str]:
             urls += Path(word[1:]).expanduser().read_text().split() if is_file else [word]
         wrong = [url for url in urls if not re.match(ADDRESS, url)]
         if wrong or (not urls and (config.vllm_urls or not config.parts)):
-            raise ValueError(
-                f"give http://host:port, or @file with one a line, not {wrong or 'none'}"
-            )
+            found = wrong or "none"
+            raise ValueError(f"give http://host:port, or @file with one a line, not {found}")
     return list(dict.fromkeys(url.rstrip("/") for url in urls))
 
 
@@ -189,8 +188,7 @@ class ServerPool:
             ServerError: the run has ended, or no server came back in time.
         """
         with self._slots:
-            timeout_s = self.config.server_timeout
-            ends_s = time.monotonic() + timeout_s
+            ends_s = time.monotonic() + self.config.server_timeout
             while True:
                 server = min(self.serving, key=lambda server: server.in_flight, default=None)
                 if server and server.in_flight < self._limit:
@@ -200,7 +198,7 @@ class ServerPool:
                 if not self.servers:
                     raise ServerError("vllm_urls names no server, and a group asks for one")
                 if server or self.waiting:
-                    ends_s = time.monotonic() + timeout_s
+                    ends_s = time.monotonic() + self.config.server_timeout
                 elif time.monotonic() > ends_s:
                     why = "; ".join(server.why_out for server in self.servers)
                     raise ServerError(

@@ -31,7 +31,7 @@ FILE_LIMITS = {  # a library that nobody must read, fields that are their own do
     "prefix_attention": 1275,
     "config": 820,
 }
-ALL_NODES = 33_350  # of the syntax tree, without annotations and docstrings
+ALL_NODES = 33_700  # of the syntax tree, without annotations and docstrings
 
 
 def files():

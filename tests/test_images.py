@@ -781,7 +781,7 @@ def test_what_no_server_or_policy_takes_is_refused(vlm, url):
         assert len(client.generate(prompt.token_ids, sampling, images)) == 2
 
         (three,) = load(lambda: [{"prompt": "three", "images": [picture(0)] * 3}])
-        with pytest.raises(ServerError, match=r"dataset row 0: .*(At most|at most) 2 image"):
+        with pytest.raises(ServerError, match=r"row 0 of dataset_id: .*(At most|at most) 2 image"):
             sample_group(Group(three), rollouts.pool, rollouts.run.processor, config)
         sees = Completion([30, image], [0.0, 0.0], "stop", 0)
         config = dataclasses.replace(config, rollout_fn=lambda *_: [sees])

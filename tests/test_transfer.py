@@ -185,7 +185,12 @@ def invited(monkeypatch, own, ranks_gpus, *servers):
     its_group = SimpleNamespace(send=lambda *_: sent.set(), close=lambda: None)
     monkeypatch.setattr(servers_module, "WeightGroup", lambda *_: its_group)
     config = TrainConfig(
-        model_id="m", dataset_id="d", reward_funcs=[print], vllm_urls=[], sync_timeout=TIMEOUT_S
+        model_id="m",
+        dataset_id="d",
+        reward_funcs=[print],
+        parts=[print],
+        vllm_urls=[],
+        sync_timeout=TIMEOUT_S,
     )
     pool = ServerPool(config)
     pool.connect(CPU, ranks_gpus)

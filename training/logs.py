@@ -38,8 +38,8 @@ PRINTED = (  # patterns of names, in the order of a line
     "eval/pass@*", "eval/*/accuracy", "eval/*/reward", "loss", "grad_norm", "kl",
     "frac_reward_zero_std", "completions/mean_length", "time/step_s", "loss/*",
 )  # fmt: skip
-PAGE = "curves and completions on a page: `python scripts/show.py {} --html`"
 IDLE = "idle: trainer {idle/trainer:.0%}, servers {idle/servers:.0%}"
+PAGE = "curves and completions on a page: `python scripts/show.py {} --html`"
 WINDOW = 5  # steps whose mean is compared with that of the first ones
 MAX_CUT = 0.9  # share of completions that run into max_completion_len without a warning
 
