@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Or C++ prints a stack for every trainer that ends.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -78,14 +78,17 @@ if __name__ == "__mp_main__":
     die_with(os.getppid())
 
 
+def _refuse(message: str) -> NoReturn:
+    sys.exit(f"error: {message}; this server takes options of vLLM's engine, see --help")
+
+
 def options(argv: list[str]) -> Any:
-    """Read the options of a command line; a wrong one is refused.
+    """Read the options of a command line; a wrong one is refused in one line.
 
     Raises:
         SystemExit: one is unknown, or does not go with others.
     """
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(description=__doc__))
-    parser.usage = "vllm_server.py --model MODEL [options of vLLM's engine, see --help]"
     parser.set_defaults(**DEFAULTS)
     if current_platform.is_cpu():
         available = cpu_resource_utils.get_memory_node_info().available_memory
@@ -103,6 +106,7 @@ def options(argv: list[str]) -> Any:
     add("--metrics", action="store_true", help="keep statistics for /metrics, which cost CPU time")
     add(ANY_VLLM, action="store_true", help="start with a vLLM not tried here")
 
+    parser.error = _refuse  # type: ignore[method-assign]
     args = parser.parse_args(argv)
 
     args.disable_log_stats = not args.metrics
@@ -113,7 +117,7 @@ def options(argv: list[str]) -> Any:
         os.environ["VLLM_API_KEY"] = args.api_key
         args.api_key = None  # a log would show it
     if args.host not in ("localhost", "127.0.0.1", "::1") and not api_token():
-        parser.error(
+        _refuse(
             f"--host {args.host} is reachable from outside: set VLLM_API_KEY, "
             "here and at the trainer"
         )
