@@ -259,7 +259,7 @@ class ServerPool:
     def _watch(self) -> None:
         """Read files of addresses until the run ends: listed servers come, and others leave."""
         while not self._is_closed.wait(PROBE_S):
-            if not self._connections:  # the servers of the start come first
+            if not self._meetings:  # the servers of the start come first
                 continue
             known = {server.url: server for server in self.servers}
             try:
