@@ -86,7 +86,7 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     elif config.advantages_need_batch:
         advantages = compute_advantages(rewards, scale)
     else:
-        others = torch.cat([rewards - 1, rewards + 2])
+        others = torch.cat([rewards - 1, rewards + 2])  # made up: they must not matter
         among_others = compute_advantages(torch.cat([rewards, others]), scale)[: len(rewards)]
         # One by one, as rounding would depend on which groups arrived together.
         advantages = torch.cat([compute_advantages(one, scale) for one in rewards.split(1)])
@@ -144,7 +144,7 @@ def grpo_loss(
         advantages: [N].
         mask: [N], 1 on tokens that train, 0 elsewhere; any type.
         completion: [N] int64, that of each token; whole if `config.loss_needs_completions`.
-        config: loss_type, importance_level, epsilon, epsilon_high, delta, beta, kl_gradient.
+        config: loss_type, importance_level, clip_low (ε), clip_high, delta (δ), beta, kl_gradient.
 
     Returns:
         The loss, and sums over tokens: `clip_ratio/low`, `clip_ratio/high`, `kl` (nats); all 0-d.
@@ -265,6 +265,7 @@ def train_batch(
             if micro_batch.update:
                 normalizer = loss_normalizer(*micro_batch.update, config)
                 grad_norms.append(optimizer_step(policy, optimizer, scheduler, normalizer, config))
+                # `loss` becomes the mean of all updates.
                 token_sums.end_update(normalizer * config.updates_per_batch)
 
     metrics, gaps = token_sums.metrics()
@@ -317,7 +318,7 @@ def optimizer_step(
 ) -> float:
     """Divide the gradients by `normalizer`, clip, and step if they are finite.
 
-    Returns the unclipped norm. Collective.
+    They are sums over all ranks. Returns the unclipped norm. Collective.
     """
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, normalizer)
@@ -383,10 +384,11 @@ def main(config: TrainConfig) -> None:
                 was_skipped = trained["skipped_steps"] == config.updates_per_batch
                 num_skipped = num_skipped + 1 if was_skipped else 0
                 if num_skipped == MAX_SKIPPED_STEPS:  # the next batch ends the run, and saves
-                    rollouts.failure = UserError(
-                        f"{num_skipped} steps in a row had no finite gradient: lower learning_rate"
-                        ", or look at loss_fn"
-                    )
+                    with rollouts.noting_failure():
+                        raise UserError(
+                            f"{num_skipped} steps in a row had no finite gradient: lower "
+                            "learning_rate, or look at loss_fn"
+                        )
 
 
 if __name__ == "__main__":

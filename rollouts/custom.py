@@ -15,6 +15,8 @@ from training.batching import longest_completion
 from utils import naming
 from vllm_client import ServerError
 
+ROUNDING = 1e-9  # as of an advantage that is r - mean of equal rewards
+
 
 @contextmanager
 def naming_function(name: str, error_type: type[UserError] = UserError) -> Iterator[None]:
@@ -52,17 +54,17 @@ def own_advantages(rewards: Tensor, groups: Sequence[Group], config: TrainConfig
 
 
 def can_teach(group: Group, config: TrainConfig) -> bool:
-    """True where not all of a scored group's advantages are 0.
+    """True where a scored group's rewards differ; with an `advantage_fn`, where not all are 0.
 
-    So it is where its rewards differ. An `advantage_fn` is asked, about the group alone, until the
-    group has its advantages.
+    As long as the group has no advantages, that function is asked about the group alone.
     """
     if not config.advantage_fn:
         return len(set(group.valid_rewards)) > 1
-    if group.advantages:
-        return any(group.advantages)
-    rewards = torch.tensor([group.reward], dtype=torch.float64)
-    return bool(own_advantages(rewards, [group], config).any())
+    advantages = torch.tensor([group.advantages])
+    if not group.advantages:
+        rewards = torch.tensor([group.reward], dtype=torch.float64)
+        advantages = own_advantages(rewards, [group], config)
+    return bool((advantages.abs() > ROUNDING).any())
 
 
 def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) -> None:

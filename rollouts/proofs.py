@@ -64,9 +64,11 @@ def prove(rollouts: Any, servers: list[Server]) -> None:
             if completions:
                 group = Group(rollouts.probe_prompt, completions, advantages=[0.0, 0.0])
                 [micro_batch] = micro_batches([group], None, config)
-                row = micro_batch.to(rollouts.device)
-                logprobs = token_logprobs(rollouts.policy, row.packed, row.images, config)
-                gap = (logprobs - row.sampler_logprobs).abs().mean().item()
+                micro_batch = micro_batch.to(rollouts.device)
+                logprobs = token_logprobs(
+                    rollouts.policy, micro_batch.packed, micro_batch.images, config
+                )
+                gap = (logprobs - micro_batch.sampler_logprobs).abs().mean().item()
             gaps.append(gap)
 
     for server, gap in zip(servers, gaps, strict=False):  # on rank 0

@@ -164,7 +164,7 @@ class Rollouts:
     def _repeat(self, attempt: Callable[[], bool | None]) -> bool | None:
         """Repeat an attempt on rank 0 until it has a result. Collective.
 
-        It takes a second at most, and returns None where it is to be repeated. Between two of them
+        It waits a second at most, and returns None where it is to be repeated. Between two of them
         all ranks send the policy to servers that came back.
 
         Returns:
@@ -207,9 +207,11 @@ class Rollouts:
         check_gaps(self, gaps)
         batch = self.stream.end_batch()
         if not any(group.valid_rewards for group in batch.groups):
-            self.failure = UserError(
-                "no reward function gave any completion of this batch a number: nothing to learn"
-            )
+            with self.noting_failure():
+                raise UserError(
+                    "no reward function gave any completion of this batch a number: nothing to "
+                    "learn"
+                )
 
         num_tokens = sum(group.num_tokens for group in batch.groups)
         self.num_tokens += num_tokens
@@ -302,8 +304,8 @@ class Rollouts:
         """
         if not self.config.vllm_urls:
             return []
-        publish = adapter_weights if self.sends_adapter else published_weights
-        weights = publish(self.policy)
+        in_checkpoint_form = adapter_weights if self.sends_adapter else published_weights
+        weights = in_checkpoint_form(self.policy)
         if is_main():
             return self.pool.update_weights(weights, self.version, only_waiting)
         for _ in weights:  # every rank gathers all

@@ -90,7 +90,7 @@ class GroupStream:
                 self._fill(group)
                 if self.config.drop_zero_advantage and not can_teach(group, self.config):
                     group.dropped = "zero_advantage"
-                    group.why = "all its advantages are 0"
+                    group.why = "its rewards are equal, or all its advantages 0"
             except RolloutFailed as error:
                 group.dropped = "failed"
                 group.why = str(error)
@@ -102,7 +102,7 @@ class GroupStream:
                     self._queue.remove(group)
                     self._batch.dropped.append(group)
                 else:
-                    group.finished_version = self.version  # `take` may have it
+                    group.finished_version = self.version  # from here on `take` may return it
                 num_dropped = len(self._batch.dropped)
                 self._changed.notify_all()
 

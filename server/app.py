@@ -133,7 +133,8 @@ class RolloutServer:
         if request.temperature:
             await self._on_workers("become_reference", request.temperature)
         if request.sampling_params:
-            await self._abort(await self._begin(SampleRequest([0], request.sampling_params)))
+            tried = await self._begin(SampleRequest([0], request.sampling_params))
+            await self.engine.abort([tried.request_id], internal=True)
         if not request.trainer:
             return Response(msgspec.json.encode(about))
 
@@ -167,8 +168,8 @@ class RolloutServer:
         async def reply() -> AsyncIterator[bytes]:
             try:
                 output = await begun.get()
-            except BaseException:  # a client that hangs up cancels this
-                await self._abort(begun)
+            except BaseException:  # a client that hangs up cancels this, perhaps once more
+                await asyncio.shield(self.engine.abort([begun.request_id], internal=True))
                 raise
             expanded = output.prompt_token_ids if request.images else []
             prompt_ids = np.asarray(expanded, "<i4").tobytes()
@@ -221,10 +222,6 @@ class RolloutServer:
         return await self.engine.add_request(
             uuid4().hex, prompt, params, lora_request=self._adapter, priority=request.priority
         )
-
-    async def _abort(self, begun: Any) -> None:
-        """Abort completions, also where this task is cancelled again."""
-        await asyncio.shield(self.engine.abort([begun.request_id], internal=True))
 
     # -- /update, /sleep ---------------------------------------------------------------------------
 

@@ -333,8 +333,13 @@ def test_metrics_of_sets_are_of_their_own_groups():
 
 
 def test_a_group_with_one_advantage_can_teach():
-    """Before it has its advantages, when the function is asked, and with them; one without any cannot."""
-    for given, share in (([0.0, 0.5, -0.5], 0.0), ([0.0, 0.0, 0.0], 1.0)):
+    """Before it has its advantages, when the function is asked, and with them; one without any cannot.
+
+    Nor one whose advantages are rounding, as of 0.1 less the mean of three of them.
+    """
+    rounding = [0.1 - (0.1 + 0.1 + 0.1) / 3] * 3
+    assert rounding[0] != 0
+    for given, share in (([0.0, 0.5, -0.5], 0.0), ([0.0, 0.0, 0.0], 1.0), (rounding, 1.0)):
         advantage_fn = lambda rewards, _, given=given: table([given])
         config = make_config(reward_funcs=[len], advantage_fn=advantage_fn)
         group = of_lengths([1, 1, 1])

@@ -77,7 +77,7 @@ def micro_batches(
     found = []
     for row in pack(sequences, max_tokens, config.share_prefix, apart):
         row_columns: Any = {name: column[row.index] for name, column in columns.items()}
-        # None: a prompt of several groups, which is text alone.
+        # Of each prompt in the row its group, or None where several share it: that is text alone.
         prompts = [groups[number].prompt for number in row.prompts if number is not None]
         found.append(MicroBatch(row, images=joined_images(prompts), **row_columns))
     return found
@@ -213,7 +213,7 @@ def num_trained(groups: list[Group], config: TrainConfig) -> Update:
 
 
 def longest_completion(groups: list[Group], config: TrainConfig) -> int:
-    """The most positions that a row of one completion has."""
+    """The most positions that a row of one completion, with its prompts, has."""
     longest = 0
     for group in groups:
         prompt_ids, completions = group.sequences

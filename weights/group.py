@@ -84,7 +84,7 @@ class WeightGroup:
         """Make sure that each member knows the secret; this makes nccl's communicator, too."""
         words = [f"{self.meeting.secret}{rank}" for rank in range(self.meeting.world_size)]
         digests = [hashlib.sha256(word.encode()).digest() for word in words]
-        own = _bytes(digests[self.rank]).to(self._wire)
+        own = torch.tensor([*digests[self.rank]], dtype=torch.uint8, device=self._wire)
         found = own.repeat(len(digests))
         self._works.append(self._group._allgather_base(found, own))
         self._settle()
@@ -98,9 +98,9 @@ class WeightGroup:
             RuntimeError: it does not go off in time.
         """
         handle = handle_of(buffer) if entries and self._lends else None
-        text = _bytes(msgspec.msgpack.encode((entries, len(buffer), handle)))
+        text = msgspec.msgpack.encode((entries, len(buffer), handle))
         self._pass_on(torch.tensor([len(text)]).view(torch.uint8))
-        self._pass_on(text)
+        self._pass_on(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         needs_bytes = torch.tensor([not handle], dtype=torch.uint8)
         if handle:  # the memory is lent until the worker tells whether it could copy it
             self._works.append(self._group.recv([needs_bytes], 1, 0))
@@ -245,10 +245,6 @@ def address_towards(host: str | None) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return probe.getsockname()[0]
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 # -- CUDA IPC, between a trainer and a worker on one GPU -------------------------------------------
