@@ -102,7 +102,7 @@ class Replay:
             if "texts" not in fields:
                 raise UserError(f"replay: {path} is of an earlier version: sample again")
             group = Group(Prompt(row, ids, "", {}), id=first + number, **fields)
-            group.fill(segments)
+            group.set_rollouts(segments)
             groups.append(group)
         return groups
 

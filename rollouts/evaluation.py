@@ -34,8 +34,8 @@ class Round:
             for group in self.sets[name]:
                 self._answers.append(threads.submit(run.sample_and_score, group, **instead))
 
-    def is_complete(self) -> bool | None:
-        """True once all groups are done, else None; waits a second at most.
+    def wait(self) -> bool | None:
+        """Wait a second at most; True once all groups are done, else None.
 
         A group whose rollouts fail stays empty.
 

@@ -133,7 +133,7 @@ class Group:
     why: str = ""
     ref_logprobs: Tensor | None = None  # [n] float32, nats, if a part of the run gives them
 
-    # By `fill`; of each rollout:
+    # By `set_rollouts`; of each rollout:
     segments: Sequence[list[Completion]] = ()
     lengths: Sequence[int] = ()  # tokens of its segments
     num_sampled: Sequence[int] = ()  # of them, those that a policy sampled
@@ -146,9 +146,9 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.completions:
-            self.fill(self.completions)
+            self.set_rollouts(self.completions)
 
-    def fill(self, rollouts: Sequence[Completion | Sequence[Completion]]) -> None:
+    def set_rollouts(self, rollouts: Sequence[Completion | Sequence[Completion]]) -> None:
         """Take the rollouts, each a completion or the list of its segments.
 
         The columns of their tokens are joined once, in the rollout's thread; all others read them.

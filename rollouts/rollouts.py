@@ -258,7 +258,7 @@ class Rollouts:
         metrics: dict[str, float] = {}
         under_way: Any = Round(self.run) if is_main() else None
         with timed("time/eval_s", metrics):
-            is_complete = self._repeat(lambda: under_way.is_complete())
+            is_complete = self._repeat(lambda: under_way.wait())
 
         self._restart_clocks()
         if not is_complete or not is_main():

@@ -55,14 +55,15 @@ def sample_group(
         group.started_s = time.monotonic()
         group.server = server.number
         if not rollout_fn:
-            group.fill(server.generate(group.prompt.token_ids, sampling, group.prompt.images))
+            rollouts = server.generate(group.prompt.token_ids, sampling, group.prompt.images)
+            group.set_rollouts(rollouts)
         else:
             with naming_function(where, RolloutFailed):
                 rollouts = list(rollout_fn(server, group.prompt, sampling))
             with naming(f"{where}: it returned no completions to train", RolloutFailed):
                 if len(rollouts) != sampling["n"]:
                     raise ValueError(f"{len(rollouts)} rollouts, not {sampling['n']}")
-                group.fill(rollouts)
+                group.set_rollouts(rollouts)
                 check_segments(group, server.forbidden, config)
 
         if group.oldest_version == FOREIGN:

@@ -157,7 +157,7 @@ class Doctor:
         """Rank 0 samples and scores `num` fresh groups, or those of an evaluation, while all do something else."""
         if held_out:
             under_way = Round(replace(self.rollouts.run, held_out={"": held_out}))
-            while not under_way.is_complete():
+            while not under_way.wait():
                 pass
             return under_way.sets[""]
         groups: list[Group] = []

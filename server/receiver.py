@@ -29,7 +29,7 @@ BROKEN, LOADS_NOW, COMING, WHOLE = range(4)
 ADAPTER = LoRARequest("policy", 1, "policy")
 
 
-class Update:
+class ComingUpdate:
     """An update on its way into a worker's model.
 
     A thread takes buckets from `_buckets`, which wait beside the model while it samples, as far as
@@ -126,7 +126,7 @@ class WorkerExtension:
 
     def begin_update(self, meeting: dict[str, Any], is_sampling: bool) -> None:
         """Take an update, in place of one that is under way."""
-        self.update = Update(msgspec.convert(meeting, Meeting), self, is_sampling)
+        self.update = ComingUpdate(msgspec.convert(meeting, Meeting), self, is_sampling)
 
     def state_of_update(self) -> tuple[int, str]:
         """How far the update is, and why no more of it comes."""

@@ -283,7 +283,7 @@ def test_batch_metrics():
     """Two groups of two; the second one's completions come from versions 3 and 4, one of them was cut off."""
     one, two = make_groups()
     last = Completion([1, 2, 3, 4], [0.0] * 4, "length", [3, 5, 5, 5])
-    two.fill([Completion([1, 2], [0.0] * 2, "stop", 4), last])
+    two.set_rollouts([Completion([1, 2], [0.0] * 2, "stop", 4), last])
     scored(one, [1.0, math.nan])
     scored(two, [2.0, 0.0], [0.75, -1.75], ["2", "2"])
     one.started_version, one.finished_version = 0, 1
@@ -361,7 +361,7 @@ def test_whatever_a_policy_sampled_trains():
     """Weights of the step, of older ones, and such as this trainer never sent; the normalizer counts the same."""
     group = of_lengths([5])
     versions = torch.tensor([FOREIGN, 0, 3, ENVIRONMENT, 2])
-    group.fill([Completion([1] * 5, [0.0] * 5, "stop", versions)])
+    group.set_rollouts([Completion([1] * 5, [0.0] * 5, "stop", versions)])
     group.trained_version = 3
     columns = token_columns([group], make_config(reward_funcs=[len]))
     assert columns["mask"].tolist() == [1, 1, 1, 0, 1]
@@ -391,7 +391,7 @@ def test_samples_have_their_tokens():
     long = group.completions[0].token_ids.tolist()
     segment = Completion([40, 41], [-0.126, -math.inf], "stop", 3, prompt_ids=[5, 6])
     last = Completion(long, [-0.5] * len(long), "stop", 4)
-    group.fill([[segment, last], group.completions[1]])
+    group.set_rollouts([[segment, last], group.completions[1]])
     tokenizer = make_tokenizer()
     config = make_config(reward_funcs=[right])
     first, second = batch_samples([group], config, tokenizer=tokenizer)

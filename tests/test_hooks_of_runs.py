@@ -369,7 +369,7 @@ def test_a_reference_server_is_the_reference(models, tmp_path):
     """A real one at another temperature than 1, against the reference within the trainer; it keeps its temperature."""
     first, second = (Completion([n, 10], [-1.0] * 2, "stop", 0) for n in (9, 11))
     group = Group(Prompt(0, [5, 6, 7, 8], "", {}))
-    group.fill([first, [second, replace(second, prompt_ids=[5, 6, 9])]])
+    group.set_rollouts([first, [second, replace(second, prompt_ids=[5, 6, 9])]])
     config = make_config(model_id=models["tied"], beta=0.1, temperature=0.7)
     (row,) = pack([group.sequences])
     with process_group(60) as device:

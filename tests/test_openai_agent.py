@@ -195,7 +195,7 @@ def test_stripped_thinking_and_compaction_are_segments(scripted, tokenizer):
     assert "hm" not in second_prompt
     assert second_prompt.count("four") == 1
     group = Group(Prompt(0, [5], "", {}))
-    group.fill([segments])
+    group.set_rollouts([segments])
     assert len(group.segments[0]) == 3
     assert group.completions[0].info["messages"][-1]["content"] == "six"
 

@@ -46,7 +46,7 @@ def completion(ids, reason="stop", version=0, **fields):
 
 def filled(prompt, rollouts, **fields):
     group = Group(prompt, **fields)
-    group.fill(rollouts)
+    group.set_rollouts(rollouts)
     return group
 
 
@@ -129,7 +129,7 @@ def test_versions_are_of_segments():
     rollouts = []
     for first, second, third in group.segments:
         rollouts.append([first, replace(second, weight_versions=2), third])
-    group.fill(rollouts)
+    group.set_rollouts(rollouts)
     group.trained_version, group.reward, group.server = 2, [1.0, 0.0, 0.0], 3
     group.advantages = [0.0] * 3
     assert group.oldest_version == 0

@@ -75,7 +75,7 @@ class Trainer:
         self.most_outstanding = max(self.most_outstanding, len(self.stream._queue))
         time.sleep(self.latency_s(group))
         spans = [start, self.stream.version]
-        group.fill([Completion([5, 6], [-1.0, -1.0], "stop", spans)] * 2)
+        group.set_rollouts([Completion([5, 6], [-1.0, -1.0], "stop", spans)] * 2)
         group.reward = [1.0, 0.0] if self.teaches(group) else [1.0, 1.0]
 
     def step(self, version):
@@ -225,7 +225,7 @@ def test_a_minute_without_a_batch_is_told(capsys):
     def sample(group):
         if group.id:
             goes_on.wait(60)
-        group.fill([Completion([6], [-1.0], "stop", 0)] * 2)
+        group.set_rollouts([Completion([6], [-1.0], "stop", 0)] * 2)
 
     prompt = Prompt(7, [5], "", {}, set="hard", place="row 3 of dataset hard")
     config = make_config(batch_size=3, max_staleness=0)
