@@ -100,10 +100,11 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """The same row on `device`."""
-        moved: Any = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                moved[name] = value.to(device)
+        moved: Any = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
         return replace(self, **moved)
 
 
@@ -148,10 +149,16 @@ def pack(
     """
     budget = math.inf if max_tokens is None else max_tokens
     rows: list[list[_Sequence]] = [[]]
+    size = 0  # of the last row, or more, as a count of all its tokens takes time
     for group in _sequences(groups, apart, budget):
         for unit in _units(group, share_prefix, budget):
-            if _num_tokens([*rows[-1], *unit], share_prefix) > budget:
+            of_unit = _num_tokens(unit, share_prefix)
+            size += of_unit
+            if size > budget or not share_prefix:  # padded rows are more than their parts
+                size = _num_tokens([*rows[-1], *unit], share_prefix)
+            if size > budget:
                 rows.append([])
+                size = of_unit
             rows[-1] += unit
     return [_laid_out(row, share_prefix) for row in rows if row]
 
@@ -938,9 +945,10 @@ def _trial(
     base.zero_grad()
     _use(base, attention)
     row = pack(groups, share_prefix=attention == NAME, apart={2})[0].to(device_of(base))
-    inputs: dict[str, Any] = {}
-    for name, value in images.items():  # as often as the third group's prompt is there
-        inputs[name] = torch.cat([value.to(row.cells.device)] * row.prompts.count(2))
+    num = row.prompts.count(2)  # as often is the third group's prompt there
+    inputs: dict[str, Any] = {
+        name: torch.cat([value.to(row.cells.device)] * num) for name, value in images.items()
+    }
     with torch.enable_grad():  # whatever the caller's mode
         if attention == NAME:
             found = completion_logprobs(model, row, **inputs)
@@ -1245,10 +1253,11 @@ def _kinds(base: Any, ids: Tensor) -> Tensor:
 
 def _rope_positions(base: Any, row: PackedBatch, tree: Tree, images: dict[str, Any]) -> Tensor:
     """M-RoPE positions [3, 1, T]: the model's own of roots, and shifted by their images below."""
-    roots = []
-    for start, length, depth, _ in tree.segments:
-        if depth == 0:
-            roots.append(row.input_ids[0, start : start + length])
+    roots = [
+        row.input_ids[0, start : start + length]
+        for start, length, depth, _ in tree.segments
+        if depth == 0
+    ]
     ids = pad_sequence(roots, batch_first=True, padding_value=-2)
     of_roots, deltas = base.model.get_rope_index(
         ids, _kinds(base, ids), **images, attention_mask=(ids >= 0).long()

@@ -384,11 +384,10 @@ def main(config: TrainConfig) -> None:
                 was_skipped = trained["skipped_steps"] == config.updates_per_batch
                 num_skipped = num_skipped + 1 if was_skipped else 0
                 if num_skipped == MAX_SKIPPED_STEPS:  # the next batch ends the run, and saves
-                    with rollouts.noting_failure():
-                        raise UserError(
-                            f"{num_skipped} steps in a row had no finite gradient: lower "
-                            "learning_rate, or look at loss_fn"
-                        )
+                    rollouts.failure = rollouts.failure or UserError(
+                        f"{num_skipped} steps in a row had no finite gradient: lower learning_rate"
+                        ", or look at loss_fn"
+                    )
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from training.batching import longest_completion
 from utils import naming
 from vllm_client import ServerError
 
-ROUNDING = 1e-9  # as of an advantage that is r - mean of equal rewards
-
 
 @contextmanager
 def naming_function(name: str, error_type: type[UserError] = UserError) -> Iterator[None]:
@@ -60,11 +58,11 @@ def can_teach(group: Group, config: TrainConfig) -> bool:
     """
     if not config.advantage_fn:
         return len(set(group.valid_rewards)) > 1
-    advantages = torch.tensor([group.advantages])
+    advantages = torch.tensor(group.advantages)
     if not group.advantages:
         rewards = torch.tensor([group.reward], dtype=torch.float64)
         advantages = own_advantages(rewards, [group], config)
-    return bool((advantages.abs() > ROUNDING).any())
+    return advantages.abs().max().item() > 1e-9  # less is rounding, as of r - mean of equal ones
 
 
 def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) -> None:

@@ -207,11 +207,9 @@ class Rollouts:
         check_gaps(self, gaps)
         batch = self.stream.end_batch()
         if not any(group.valid_rewards for group in batch.groups):
-            with self.noting_failure():
-                raise UserError(
-                    "no reward function gave any completion of this batch a number: nothing to "
-                    "learn"
-                )
+            self.failure = self.failure or UserError(
+                "no reward function gave any completion of this batch a number: nothing to learn"
+            )
 
         num_tokens = sum(group.num_tokens for group in batch.groups)
         self.num_tokens += num_tokens

@@ -55,8 +55,9 @@ def sample_group(
         group.started_s = time.monotonic()
         group.server = server.number
         if not rollout_fn:
-            rollouts = server.generate(group.prompt.token_ids, sampling, group.prompt.images)
-            group.set_rollouts(rollouts)
+            group.set_rollouts(
+                server.generate(group.prompt.token_ids, sampling, group.prompt.images)
+            )
         else:
             with naming_function(where, RolloutFailed):
                 rollouts = list(rollout_fn(server, group.prompt, sampling))

@@ -40,10 +40,11 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
-        moved: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor | PackedBatch):
-                moved[name] = value.to(device)
+        moved: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor | PackedBatch)
+        }
         moved["images"] = {name: value.to(device) for name, value in self.images.items()}
         return replace(self, **moved)
 
@@ -60,7 +61,7 @@ def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
     lengths = list(group.num_sampled)
     for number, completion in enumerate(group.completions):
         is_masked = config.mask_truncated_completions and completion.finish_reason in CUT
-        is_nan = bool(group.reward) and math.isnan(group.reward[number])
+        is_nan = group.reward and math.isnan(group.reward[number])
         if is_masked or is_nan:
             lengths[number] = 0
     return lengths

@@ -175,10 +175,8 @@ def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
         Tensors in the model's own number and shapes.
     """
     output = base_model(model).get_image_features(**inputs)
-    parts = []
-    for name in ("pooler_output", "deepstack_features"):
-        if name in output:
-            parts.append(output[name])
+    names = ("pooler_output", "deepstack_features")
+    parts = [output[name] for name in names if name in output]
     return tree_leaves(parts or dict(output))  # some models name them otherwise
 
 
