@@ -190,11 +190,11 @@ class ServerPool:
         with self._slots:
             ends_s = time.monotonic() + self.config.server_timeout
             while True:
+                if self._is_closed.is_set():  # no server is left out any more
+                    raise ServerError("the run has ended")
                 server = min(self.serving, key=lambda server: server.in_flight, default=None)
                 if server and server.in_flight < self._limit:
                     break
-                if self._is_closed.is_set():
-                    raise ServerError("the run has ended")
                 if not self.servers:
                     raise ServerError("vllm_urls names no server, and a group asks for one")
                 if server or self.waiting:

@@ -553,3 +553,13 @@ def test_the_last_reason_is_the_one_that_is_told():
     with pytest.raises(ServerError, match=reason), pool.lease():
         pass
     pool.close()
+
+
+def test_no_group_begins_once_the_run_has_ended():
+    """A server that fails then is not left out, and would be asked again without an end."""
+    pool = ServerPool(make_config())
+    pool.servers[0].state = State.SERVING
+    pool.close()
+    pool.lose(pool.servers[0], "connection refused")
+    with pytest.raises(ServerError, match="the run has ended"), pool.lease():
+        pass
