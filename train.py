@@ -144,7 +144,7 @@ def grpo_loss(
         advantages: [N].
         mask: [N], 1 on tokens that train, 0 elsewhere; any type.
         completion: [N] int64, that of each token; whole if `config.loss_needs_completions`.
-        config: loss_type, importance_level, clip_low (ε), clip_high, delta (δ), beta, kl_gradient.
+        config: loss_type, importance_level, epsilon, epsilon_high, delta, beta, kl_gradient.
 
     Returns:
         The loss, and sums over tokens: `clip_ratio/low`, `clip_ratio/high`, `kl` (nats); all 0-d.
@@ -158,7 +158,7 @@ def grpo_loss(
         mean = completion_sums(log_ratio.detach(), completion) / lengths
         ratio = (mean + log_ratio - log_ratio.detach()).exp()
 
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)  # epsilon, epsilon_high
     if config.loss_type == "cispo":
         per_token = -clipped.detach() * advantages * logprobs
     else:

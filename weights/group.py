@@ -98,9 +98,11 @@ class WeightGroup:
             RuntimeError: it does not go off in time.
         """
         handle = handle_of(buffer) if entries and self._lends else None
-        text = msgspec.msgpack.encode((entries, len(buffer), handle))
+        text = torch.frombuffer(
+            bytearray(msgspec.msgpack.encode((entries, len(buffer), handle))), dtype=torch.uint8
+        )
         self._pass_on(torch.tensor([len(text)]).view(torch.uint8))
-        self._pass_on(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        self._pass_on(text)
         needs_bytes = torch.tensor([not handle], dtype=torch.uint8)
         if handle:  # the memory is lent until the worker tells whether it could copy it
             self._works.append(self._group.recv([needs_bytes], 1, 0))
