@@ -32,6 +32,7 @@ from benchmarks.common import arguments, lines, report
 from benchmarks.local_server import local_server
 from config import TrainConfig, parse_args
 from rollouts.data import leave_out_long, load_sets
+from rollouts.scoring import check_rewards
 from rollouts.servers import server_urls
 from training.checkpoints import find_start
 
@@ -118,6 +119,11 @@ def train(
     return {"seconds": time.monotonic() - started_s, **killed}
 
 
+def no_reward(**columns: list[Any]) -> list[None]:
+    """A reward that takes any column."""
+    return [None] * len(columns["prompts"])
+
+
 def bad_inputs(model: str) -> tuple[int, int]:
     """Command lines and rows that are wrong: how many were refused by an error of ours, and how many there were."""
     recipe = str(ROOT / "recipes" / "tiny.py")
@@ -136,7 +142,7 @@ def bad_inputs(model: str) -> tuple[int, int]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    config = TrainConfig(model_id=model, dataset_id="d", reward_funcs=["os.path.exists"])
+    config = TrainConfig(model_id=model, dataset_id="d", reward_funcs=[no_reward])
 
     def start(words: list[str]) -> None:
         asked = parse_args([recipe, *words])
@@ -147,7 +153,9 @@ def bad_inputs(model: str) -> tuple[int, int]:
 
     def load(row: list[Any]) -> None:
         of_row = replace(config, dataset_id=partial(list, row))
-        leave_out_long(load_sets("dataset_id", "train", tokenizer, of_row)[""], 64, config)
+        prompts = load_sets("dataset_id", "train", tokenizer, of_row)[""]
+        check_rewards(prompts, of_row)
+        leave_out_long(prompts, 64, config)
 
     tried += [partial(load, row) for row in rows]
     num_refused = 0
