@@ -149,16 +149,16 @@ def pack(
     """
     budget = math.inf if max_tokens is None else max_tokens
     rows: list[list[_Sequence]] = [[]]
-    size = 0  # of the last row, or more, as a count of all its tokens takes time
+    size = 0  # a bound on the last row's tokens, as counting all of them takes time
     for group in _sequences(groups, apart, budget):
         for unit in _units(group, share_prefix, budget):
-            of_unit = _num_tokens(unit, share_prefix)
-            size += of_unit
+            unit_size = _num_tokens(unit, share_prefix)
+            size += unit_size
             if size > budget or not share_prefix:  # padded rows are more than their parts
                 size = _num_tokens([*rows[-1], *unit], share_prefix)
             if size > budget:
                 rows.append([])
-                size = of_unit
+                size = unit_size
             rows[-1] += unit
     return [_laid_out(row, share_prefix) for row in rows if row]
 

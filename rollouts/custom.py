@@ -52,7 +52,7 @@ def own_advantages(rewards: Tensor, groups: Sequence[Group], config: TrainConfig
 
 
 def can_teach(group: Group, config: TrainConfig) -> bool:
-    """True where a scored group's rewards differ; with an `advantage_fn`, where not all are 0.
+    """True where a scored group's rewards differ; with an `advantage_fn`, its advantages from 0.
 
     As long as the group has no advantages, that function is asked about the group alone.
     """
