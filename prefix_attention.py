@@ -368,10 +368,11 @@ Piece = tuple[range, range]  # tokens of a row: queries, and the keys that they 
 
 
 class _Block(NamedTuple):
-    """One kernel call, for several pieces on CUDA."""
+    """One kernel call for several pieces; on a CPU they are a batch, of equal lengths."""
 
     level: int
     is_causal: bool
+    num_pieces: int
     queries: Any  # tokens of the row: a slice where they are adjacent, which copies nothing, or [L]
     keys: Any
     lengths: Any  # as CUDA's kernels take them: cumulative of queries, of keys, longest of each
@@ -383,24 +384,17 @@ def _blocks(tree: Tree, device: torch.device, is_cuda: bool) -> list[_Block]:
     num_tokens = sum(segment[1] for segment in tree.segments)
     blocks = []
     for (level, sees_all), pieces in sorted(_pieces_by_level(tree.segments).items()):
+        is_causal = level == 0 and not sees_all
         for call in _calls(pieces, num_tokens, is_cuda):
-            queries = [piece[0] for piece in call]
-            keys = [piece[1] for piece in call]
+            queries, keys = zip(*call, strict=True)
+            places = (_places(queries, device), _places(keys, device))
             lengths = [
                 _cumulative(queries, device),
                 _cumulative(keys, device),
                 max(map(len, queries)),
                 max(map(len, keys)),
             ]
-            blocks.append(
-                _Block(
-                    level,
-                    level == 0 and not sees_all,
-                    _places(queries, device),
-                    _places(keys, device),
-                    lengths,
-                )
-            )
+            blocks.append(_Block(level, is_causal, len(call), *places, lengths))
     return blocks
 
 
@@ -427,13 +421,14 @@ def _pieces_by_level(segments: list[Segment]) -> dict[tuple[int, bool], list[Pie
 
 def _calls(pieces: list[Piece], num_tokens: int, is_cuda: bool) -> list[list[Piece]]:
     """The pieces of a level, call by call."""
-    if not is_cuda:
-        return [[piece] for piece in pieces]
-    calls: dict[int, list[Piece]] = {}  # each with about as many keys as the row has tokens
+    calls: dict[Any, list[Piece]] = {}  # by what the pieces of a call have in common
     num_keys = 0
     for queries, keys in pieces:
         num_keys += len(keys)
-        calls.setdefault((num_keys - 1) // num_tokens, []).append((queries, keys))
+        common: Any = (num_keys - 1) // num_tokens  # a call has about as many keys as the row
+        if not is_cuda:
+            common = (len(queries), len(keys))
+        calls.setdefault(common, []).append((queries, keys))
     return list(calls.values())
 
 
@@ -486,10 +481,11 @@ def _flash_on_cpu(
     block: _Block,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Call a kernel for [1, H, L, ...] with [L, H, ...]."""
-    heads_first = [tensor[None].transpose(1, 2) for tensor in tensors]
+    """Call a kernel for [pieces, H, L, ...] with [pieces * L, H, ...]."""
+    pieces = [tensor.unflatten(0, (block.num_pieces, -1)) for tensor in tensors]
+    heads_first = [piece.transpose(1, 2) for piece in pieces]
     results = kernel(*heads_first, 0.0, block.is_causal, scale=scale)
-    return tuple(result.transpose(1, 2)[0] for result in results)
+    return tuple(result.transpose(1, 2).flatten(0, 1) for result in results)
 
 
 @_fused

@@ -387,12 +387,12 @@ def test_a_server_that_hangs_in_a_sync_keeps_no_other_waiting(stand_in, train_on
     one, two = stand_in(), stand_in()
 
     def ill(path):
-        if path == "/update" and "1" in two.versions:
-            time.sleep(3)
-            raise ConnectionError("out of order")
+        if path in ("/update", "/connect") and "1" in two.versions:
+            time.sleep(8 if path == "/update" else 0)
+            raise ConnectionError("out of order")  # to the end: it does not come back
 
     two.fault = ill
-    train_on(one, two, max_steps=3, sync_timeout=1)
+    train_on(one, two, max_steps=3, sync_timeout=4)
     assert "3" in one.versions
     assert "3" not in two.versions
 
