@@ -1,7 +1,6 @@
 """What overlapping generation and training gains: synchronous, streaming within the batch, and staleness 1.
 
 python benchmarks/async_overlap.py [--json PATH] [--quick]
-
 """
 
 import random
@@ -52,8 +51,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     return measured
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# (a) latencies under control
+# -- (a) latencies under control ----------------------------------------------------------------------
 
 BATCH, GROUP, SECONDS, SLOTS = 16, 4, 0.05, 8
 
@@ -105,8 +103,7 @@ def controlled(folder: Path, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# (b) the tiny recipe
+# -- (b) the tiny recipe -------------------------------------------------------------------------------
 
 
 def tiny(folder: Path, steps: int) -> list[dict[str, Any]]:

@@ -87,12 +87,16 @@ def make_job(job: str, is_quick: bool, vocab: int) -> list[list[Pairs]]:
     return [group]
 
 
+def flat(groups: list[list[Pairs]]) -> Pairs:
+    """All segments in order."""
+    return [pair for group in groups for rollout in group for pair in rollout]
+
+
 def make_rows(method: str, groups: list[list[Pairs]], budget: int) -> list[PackedBatch]:
     """What a method forwards, all with the same sampled tokens in the same order of `index`."""
     if method == "tree":
         return pack([(group[0][0][0], group) for group in groups], budget)
-    pairs = [pair for group in groups for rollout in group for pair in rollout]
-    alone: Any = [(prompt, [ids]) for prompt, ids in pairs]
+    alone: Any = [(prompt, [ids]) for prompt, ids in flat(groups)]
     return pack(alone, budget, apart=range(len(alone)))
 
 
@@ -144,12 +148,7 @@ def compare(job: str, is_quick: bool) -> dict[str, Any]:
             words = [__file__, "--measure", job, method, *["--quick"] * is_quick]
             found[method].append(ran(words))
     size = "quick" if is_quick else "4 layers"
-    pairs = [
-        pair
-        for group in make_job(job, is_quick, MODELS[size]["vocab_size"])
-        for roll in group
-        for pair in roll
-    ]
+    pairs = flat(make_job(job, is_quick, MODELS[size]["vocab_size"]))
     dense, tree = (count(pairs, shares) for shares in (False, True))
     row: dict[str, Any] = {"job": job, "unique_tokens": tree[0]}
     middle = lambda method, name: median([one[name] for one in found[method]])

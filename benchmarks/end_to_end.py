@@ -118,12 +118,8 @@ def run_trl(job: dict[str, Any], model: str, steps: int, folder: Path) -> list[f
         callbacks=[clock],
     )  # fmt: skip
     trainer.train()
-    length = [
-        row["completions/mean_length"]
-        for row in trainer.state.log_history
-        if "completions/mean_length" in row
-    ]
-    assert set(length) == {float(job["completion"])}, length
+    lengths = {row.get("completions/mean_length") for row in trainer.state.log_history}
+    assert lengths - {None} == {float(job["completion"])}, lengths
     return [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
 
 
@@ -133,9 +129,8 @@ def measure(name: str, method: str, model: str, url: str, steps: int) -> dict[st
         if method == "trl":
             times = run_trl(JOBS[name], model, steps, Path(folder))
         else:
-            times = run_ours(
-                JOBS[name], model, url, int(method.removeprefix("ours ")), steps, Path(folder)
-            )
+            staleness = int(method.removeprefix("ours "))
+            times = run_ours(JOBS[name], model, url, staleness, steps, Path(folder))
     return {
         "seconds": median(times[1:]),
         "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,

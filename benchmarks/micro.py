@@ -121,9 +121,8 @@ class Attention:
         places = [[*chain(*path)] for path in paths]
         self.rows = torch.tensor(places, device=device)  # [completions, length]
         together = [self.rows[n * size : (n + 1) * size] for n in range(num_groups)]
-        self.groups = torch.stack(
-            [torch.cat([rows[0, :prompt], *rows[:, prompt:]]) for rows in together]
-        )
+        of_groups = [torch.cat([rows[0, :prompt], *rows[:, prompt:]]) for rows in together]
+        self.groups = torch.stack(of_groups)
         self.num_groups, self.size = num_groups, size
         own, whole = completion * (completion + 1) // 2, self.length * (self.length + 1) // 2
         num = num_groups * size
@@ -144,9 +143,8 @@ class Attention:
 
     def cumulative(self) -> Tensor:
         """Where the repeated rows begin and end, int32, for the kernels of rows of any length."""
-        return torch.arange(
-            0, self.rows.numel() + 1, self.length, dtype=torch.int32, device=self.device
-        )
+        ends = range(0, self.rows.numel() + 1, self.length)
+        return torch.tensor(ends, dtype=torch.int32, device=self.device)
 
     def from_row(self, out: Tensor) -> Tensor:
         """The completions' outputs in the order of `rows`, of a variant that ran on the shared row."""
@@ -218,9 +216,8 @@ def grouper(case: Attention) -> Variant:
     """PrefixGrouper through sdpa, a row for each group."""
     masks = imported("prefix_grouper", "PrefixGrouper").from_ungrouped_masks
     inputs, completion = case.taken(case.groups), case.length - case.prompt
-    ones = torch.ones(
-        case.num_groups * case.size, case.length, dtype=torch.long, device=case.device
-    )
+    size = (case.num_groups * case.size, case.length)
+    ones = torch.ones(size, dtype=torch.long, device=case.device)
     grouped = masks(
         prefix_mask=ones[: case.num_groups, : case.prompt], suffix_mask=ones[:, :completion],
         group_sizes=[case.size] * case.num_groups, padding_mode="right", device=case.device,
@@ -263,9 +260,8 @@ def attention_rows(rows: Rows, is_quick: bool, device: torch.device) -> None:
                 reference.append(outputs)
             found["difference"] = ((outputs - reference[0]).norm() / reference[0].norm()).item()
             if "ms" in found:
-                found["tflops"] = (
-                    case.flops_per_pair * case.pairs[variant.is_shared] / found["ms"] / 1e9
-                )
+                num_flops = case.flops_per_pair * case.pairs[variant.is_shared]
+                found["tflops"] = num_flops / found["ms"] / 1e9
             if "ms" in found and (peak := peak_flops()):
                 found["of_peak"] = found["tflops"] * 1e12 / peak
             return found
@@ -288,9 +284,8 @@ class Head:
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.x = torch.randn(num_tokens, hidden, dtype=dtype, device=device).requires_grad_()
-        self.weight = (
-            torch.randn(vocab, hidden, dtype=dtype, device=device) * hidden**-0.5
-        ).requires_grad_()
+        weight = torch.randn(vocab, hidden, dtype=dtype, device=device) * hidden**-0.5
+        self.weight = weight.requires_grad_()
         self.targets = torch.randint(vocab, (num_tokens,), device=device)
         self.flops = 6.0 * num_tokens * hidden * vocab
 
@@ -322,9 +317,8 @@ def written_down(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def checkpointed(case: Head) -> Tensor:
     """Chunks of 1024 tokens under torch's checkpoint."""
     parts = zip(case.x.split(1024), case.targets.split(1024), strict=True)
-    return torch.cat(
-        [checkpoint(written_down, x, case.weight, t, use_reentrant=False) for x, t in parts]
-    )
+    found = [checkpoint(written_down, x, case.weight, t, use_reentrant=False) for x, t in parts]
+    return torch.cat(found)
 
 
 def cut(case: Head) -> Tensor:

@@ -146,9 +146,8 @@ class Case(NamedTuple):
     @property
     def prompts(self) -> list[str]:
         """A prompt for each completion."""
-        return [
-            "0123456789"[: 3 + g % 5] for g in range(NUM_PROMPTS) for _ in range(NUM_GENERATIONS)
-        ]
+        numbers = range(NUM_COMPLETIONS)
+        return ["0123456789"[: 3 + c // NUM_GENERATIONS % 5] for c in numbers]
 
 
 def make_case() -> Case:
@@ -399,10 +398,8 @@ def make_groups(model: Path, num: int) -> list[Group]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rng = random.Random(1)
-    policy, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(model),
-        AutoTokenizer.from_pretrained(model),
-    )
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     groups = []
     for g in range(num):
         text = "".join(rng.choices("0123456789", k=rng.randint(4, 16)))
@@ -449,10 +446,8 @@ def trl_run(run: Run, groups: list[Group], model: Path, folder: Path) -> Result:
         }
 
     fields = {"lr_scheduler_type": "constant", **run.trl}
-    updates = len(groups) // BATCH * fields.get("num_iterations", 1)
-    updates *= (
-        fields.get("steps_per_generation", 1) // fields.get("gradient_accumulation_steps", 1) or 1
-    )
+    parts = fields.get("steps_per_generation", 1) // fields.get("gradient_accumulation_steps", 1)
+    updates = len(groups) // BATCH * fields.get("num_iterations", 1) * max(parts, 1)
     config = module.GRPOConfig(
         output_dir=str(folder), max_completion_length=RUN_LEN, num_generations=NUM_GENERATIONS, report_to=[],
         use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", logging_steps=1, disable_tqdm=True,
@@ -463,10 +458,8 @@ def trl_run(run: Run, groups: list[Group], model: Path, folder: Path) -> Result:
         str(model), reward_funcs=[sevens], args=config, train_dataset=rows, rollout_func=rollout
     )
     trainer.use_vllm = any(name.startswith("vllm") for name in fields)
-    trainer._last_loaded_step, trainer.vllm_generation = (
-        -1,
-        SimpleNamespace(sync_weights=lambda: None),
-    )
+    trainer._last_loaded_step = -1
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     shuffle = module.shuffle_sequence_dict
     module.shuffle_sequence_dict = lambda batch: batch
     try:

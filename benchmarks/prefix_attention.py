@@ -61,15 +61,12 @@ Groups = list[tuple[list[int], list[list[int]]]]
 METHODS = ("padded", "packed", "grouper", "ours")
 # on a CPU: processes of (b) and (d), whose ratio is the finest; seconds that a process measures, once at least
 REPEATS = {"quick": (1, 0.0), "4 layers": (3, 15.0)}
+CPU_SHAPES = ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")
+CPU_CASES = [("4 layers", shape, 8192) for shape in CPU_SHAPES]  # size, shape, token budget
 # on a GPU: tokens of a row, of which those of the 8B model have to fit 80 GB beside its weights and gradients
-CPU_CASES = [  # size, shape, token budget
-    ("4 layers", shape, 8192)
-    for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")
-]
 BUDGETS = {"quick": 4096, "1.5B": 131072, "8B": 65536}
-LARGEST = (
-    200_000  # repeated tokens: packed rows of more would take the 8B model out of nine minutes
-)
+# repeated tokens: packed rows of more would take the 8B model out of nine minutes
+LARGEST = 200_000
 
 
 def make_groups(shape: str, vocab: int) -> Groups:

@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import msgspec
 import torch
-from fake_server import Sink, serving
+from fake_server import FakeServer, serving
 
 from benchmarks.common import Rows, arguments, median
 from benchmarks.local_server import apart
@@ -149,9 +149,19 @@ def tokens(is_quick: bool) -> list[dict[str, Any]]:
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 
-def no_model() -> Sink:
-    """A server that takes weights, and computes nothing."""
-    return Sink("m", lambda *_: ([], 0.0))
+class Sink(FakeServer):
+    """One without a model: it takes weights of any names, keeps none, and samples nothing."""
+
+    def load(self) -> Any:
+        """No model."""
+        return torch.nn.Module()
+
+    def place(self, weights: dict[str, torch.Tensor], version: str) -> None:
+        """Nothing is kept."""
+
+
+def no_answer(*_: Any) -> Any:
+    """It is not asked."""
 
 
 def serve(link: Any, num: int) -> None:
@@ -159,7 +169,7 @@ def serve(link: Any, num: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with ExitStack() as stack:
-        blocks = [serving(no_model(), poll_s=5.0) for _ in range(num)]
+        blocks = [serving(Sink("m", no_answer), poll_s=5.0) for _ in range(num)]
         link.send([stack.enter_context(block).url for block in blocks])
         link.recv()  # never comes
 
@@ -257,7 +267,7 @@ def hosts(num: int, rate: str) -> Iterator[list[str]]:
 
 def serve_alone() -> None:
     """A stand-in server on a host, until a signal."""
-    with serving(no_model(), ("0.0.0.0", PORT)):
+    with serving(Sink("m", no_answer), ("0.0.0.0", PORT)):
         signal.pause()
 
 

@@ -142,10 +142,8 @@ def measure(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
     config = make_config(case.is_lora, mode)
     policy = make_policy(case.model, config, device)
     optimizer, scheduler = build_optimizer(policy, 100, config)
-    rows = [
-        sequence(case.num_tokens, MODELS[case.model]["vocab_size"], seed)
-        for seed in range(NUM_ROWS)
-    ]
+    vocab = MODELS[case.model]["vocab_size"]
+    rows = [sequence(case.num_tokens, vocab, seed) for seed in range(NUM_ROWS)]
     rows[-1].update = Update(1, 1)
     metrics: dict[str, float] = {}
 
@@ -184,10 +182,8 @@ def main() -> None:
     with process_group(600) as device:
         for case in QUICK if args.quick else CASES:
             for mode in case.modes:
-                names = {
-                    "model": f"Qwen3-{case.model}",
-                    "method": "LoRA r16" if case.is_lora else "full",
-                }
+                method = "LoRA r16" if case.is_lora else "full"
+                names = {"model": f"Qwen3-{case.model}", "method": method}
                 names |= {"tokens": f"{NUM_ROWS} x {case.num_tokens}", "mode": mode}
                 rows.measure(names, partial(measure, case, mode, device))
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.branching import Pairs, make_job
+from benchmarks.branching import Pairs, flat, make_job
 from benchmarks.common import (
     MODELS,
     Rows,
@@ -77,11 +77,6 @@ def make_pairs(job: str, is_quick: bool, vocab: int) -> list[list[Pairs]]:
     for prompt, completions in make_groups(SHAPES[is_quick][job], vocab):
         found.append([[(prompt, completion)] for completion in completions])
     return found
-
-
-def flat(groups: list[list[Pairs]]) -> Pairs:
-    """All segments in order."""
-    return [pair for group in groups for rollout in group for pair in rollout]
 
 
 # -- TRL's trees -----------------------------------------------------------------------------------

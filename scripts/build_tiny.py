@@ -1,6 +1,6 @@
 """Build what the tiny recipes train: a 0.8 M-parameter Qwen3, half-taught, and its problems. About 15 s.
 
-    python scripts/build_tiny.py [--task sort|calculator|agent] [--output DIR] [--seed N]
+    python scripts/build_tiny.py [--task sort|calculator|agent] [--output DIR]
 
 `sort` (`recipes/tiny.py`): `52719384=` wants `12345789`. `calculator` (`recipes/tool_calculator.py`): `547+582=` wants
 `547+582?`, upon which the tool says `1129!`, and then `1129`. `agent` (`recipes/tool_agent.py`): `347+482~=` wants
@@ -14,11 +14,14 @@ import random
 import string
 import sys
 import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LinearLR
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 NUM_DIGITS = 8
@@ -81,11 +84,8 @@ def transcripts(row: dict[str, str], task: str) -> list[list[tuple[str, bool]]]:
         call = prompt.replace("=", "?")
         return [[(prompt, False), (call, True), (answer + "!", False), (answer, True), end]]
     said, texts = prompt, []
-    for thought, tool_says in (
-        (prompt[:-2], answer[::-1]),
-        (answer[::-1] + "~", answer),
-        (answer, ""),
-    ):
+    turns = {prompt[:-2]: answer[::-1], answer[::-1] + "~": answer, answer: ""}
+    for thought, tool_says in turns.items():
         call = thought + "?" * bool(tool_says)
         texts.append([(said, False), (f"({thought.removesuffix('~')}){call}", True), end])
         said += f"{call}<eos>{tool_says}"
@@ -116,41 +116,39 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def teach(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, task: str
-) -> None:
-    """Supervised steps on fresh training problems until `STOP_AT` of them are right before they are trained on.
-
-    All teacher-forced argmaxes right is the same as greedy decoding right, so the accuracy costs nothing.
-    """
+def lessons(tokenizer: PreTrainedTokenizerFast, seed: int, task: str) -> Iterator[Any]:
+    """For each step of `teach` the batch of each turn of fresh training problems."""
     rows = problems(BATCH_SIZE * MAX_STEPS, held_out=False, seed=seed + 1, task=task)
     taught = []  # by turn: ids and labels
     for turns in zip(*(transcripts(row, task) for row in rows), strict=True):
-        ids = tokenizer(
-            ["".join(text for text, _ in pieces) for pieces in turns], return_tensors="pt"
-        )["input_ids"]
-        labels, place = ids.clone(), 0  # all of one length, laid out alike
-        for text, is_ours in turns[0]:
-            length = len(tokenizer(text)["input_ids"])
-            if not is_ours:
-                labels[:, place : place + length] = -100
-            place += length
+        texts = ["".join(text for text, _ in pieces) for pieces in turns]
+        ids = tokenizer(texts, return_tensors="pt")["input_ids"]
+        # All of one length, laid out alike.
+        is_ours = [own for text, own in turns[0] for _ in tokenizer(text)["input_ids"]]
+        labels = ids.where(torch.tensor(is_ours), -100)
         taught.append(zip(ids.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    warmup = torch.optim.lr_scheduler.LinearLR(
-        optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS
-    )
+    for batches in zip(*taught, strict=True):
+        yield 0.1, [({"input_ids": ids[:, :-1]}, labels[:, 1:]) for ids, labels in batches]
+
+
+def teach(
+    model: Any, steps: Iterable[Any], learning_rate: float, warmup_steps: int, stop_at: float
+) -> None:
+    """Supervised steps, each with a weight in the mean of what is right before it trains, until that is `stop_at`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    warmup = LinearLR(optimizer, 1 / warmup_steps, total_iters=warmup_steps)
     accuracy = 0.0
-    for step, batches in enumerate(zip(*taught, strict=True), 1):
+    for step, (weight, batches) in enumerate(steps, 1):
         right, loss = torch.tensor(True), torch.tensor(0.0)
-        for batch, labels in batches:
-            logits, target = model(batch[:, :-1]).logits, labels[:, 1:]
+        for inputs, target in batches:
+            logits = model(**inputs).logits[:, : target.shape[1]]
+            # All of these are right where greedy decoding would be.
             right = right & ((logits.argmax(-1) == target) | (target == -100)).all(-1)
             loss = loss + cross_entropy(logits.flatten(0, 1), target.flatten())
-        accuracy += 0.1 * (right.float().mean().item() - accuracy)
-        if step % 25 == 0 or accuracy >= STOP_AT[task]:
+        accuracy += weight * (right.float().mean().item() - accuracy)
+        if step % 25 == 0 or accuracy >= stop_at:
             print(f"teaching: step {step}, {accuracy:.0%} of fresh problems right", flush=True)
-        if accuracy >= STOP_AT[task]:
+        if accuracy >= stop_at:
             return
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -168,7 +166,8 @@ def build(folder: Path, seed: int, task: str = "sort") -> None:
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(task)
     model = build_model(tokenizer)
-    teach(model, tokenizer, seed, task)
+    steps = lessons(tokenizer, seed, task)
+    teach(model, steps, LEARNING_RATE, WARMUP_STEPS, STOP_AT[task])
     part = folder / "model.part"
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
@@ -180,15 +179,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     outputs = Path(__file__).resolve().parent.parent / "outputs"
     parser.add_argument("--task", choices=["sort", "calculator", "agent"], default="sort")
-    parser.add_argument(
-        "--output", type=Path, help="default: outputs/tiny, outputs/calculator, outputs/agent"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="default: its own folder in outputs/")
     args = parser.parse_args()
     folder = args.output or outputs / {"sort": "tiny"}.get(args.task, args.task)
     if (folder / "model").is_dir():
         sys.exit(print(f"{folder} is there already"))
-    build(folder, args.seed, args.task)
+    build(folder, 0, args.task)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Build what `recipes/tiny_vlm.py` trains: a Qwen2.5-VL of 0.9 M parameters that answers with some colour. About 20 s.
 
-    python scripts/build_tiny_vlm.py [--output DIR] [--seed N]
+    python scripts/build_tiny_vlm.py
 
 It is taught the names of colours on squares with answers drawn by lot, and then what it sees, until 30 % of fresh
-squares are right. Nothing is done where DIR is complete.
+squares are right. Nothing is done where `outputs/tiny_vlm` is complete.
 """
 
 import argparse
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from build_tiny import build_tokenizer
-from torch.nn.functional import cross_entropy
+from build_tiny import build_tokenizer, teach
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -54,10 +54,6 @@ def build_processor(edge: int = SIZE) -> Qwen2_5_VLProcessor:
 
 def build_model(tokenizer: Any) -> Qwen2_5_VLForConditionalGeneration:
     """A randomly initialized Qwen2.5-VL: two layers of vision, four of text."""
-    named = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>")
-        for name in ("vision_start", "vision_end")
-    }
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
@@ -72,44 +68,31 @@ def build_model(tokenizer: Any) -> Qwen2_5_VLForConditionalGeneration:
         },
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
         tie_word_embeddings=True,
-        **named,
     )  # fmt: skip
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def teach(model: Any, processor: Any, seed: int) -> None:
-    """Supervised steps on fresh squares until `STOP_AT` of them are right before they are trained on."""
+def lessons(processor: Any, seed: int) -> Iterator[Any]:
+    """For each step of `teach` a batch of fresh squares; the share of right ones counts once they are shown."""
     tokenizer = processor.tokenizer
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
-    accuracy = 0.0
     for step in range(1, MAX_STEPS + 1):
         rows = squares(BATCH_SIZE, seed=1000 * seed + 100 + step)
         by_lot = step <= NUM_WORDS_STEPS
         answers = [rng.choice(list(COLOURS)) if by_lot else row["answer"] for row in rows]
         texts = [prompt + answer + tokenizer.eos_token for answer in answers]
-        batch = processor(
-            text=texts, images=[[row["image"]] for row in rows], padding=True, return_tensors="pt"
-        )
-        ends = batch["attention_mask"].sum(1)
-        lengths = torch.tensor([len(answer) + 1 for answer in answers])
-        at = torch.arange(batch["input_ids"].shape[1])
-        is_answer = (at >= (ends - lengths)[:, None]) & (at < ends[:, None])
-        target = batch["input_ids"].where(is_answer, -100)[:, 1:]
-        logits = model(**batch).logits[:, :-1]
-        right = ((logits.argmax(-1) == target) | (target == -100)).all(-1).float().mean().item()
-        accuracy = 0.0 if by_lot else accuracy + 0.2 * (right - accuracy)
-        if step % 25 == 0 or accuracy >= STOP_AT:
-            print(f"teaching: step {step}, {accuracy:.0%} of fresh squares right", flush=True)
-        if accuracy >= STOP_AT:
-            return
-        cross_entropy(logits.flatten(0, 1), target.flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        images = [[row["image"]] for row in rows]
+        batch = processor(text=texts, images=images, padding=True, return_tensors="pt")
+        is_answer = batch["attention_mask"].bool()
+        num_before = int(is_answer[0].sum()) - len(answers[0]) - 1  # the same in all rows
+        is_answer[:, :num_before] = False
+        labels = batch["input_ids"].where(is_answer, -100)
+        yield 0.0 if by_lot else 0.2, [(batch, labels[:, 1:])]
 
 
 def build(folder: Path, seed: int) -> None:
@@ -118,7 +101,7 @@ def build(folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     processor = build_processor()
     model = build_model(processor.tokenizer)
-    teach(model, processor, seed)
+    teach(model, lessons(processor, seed), LEARNING_RATE, 1, STOP_AT)
     part = folder / "model.part"
     model.save_pretrained(part)
     processor.save_pretrained(part)
@@ -127,15 +110,11 @@ def build(folder: Path, seed: int) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "tiny_vlm")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if (args.output / "model").is_dir():
-        sys.exit(print(f"{args.output} is there already"))
-    build(args.output, args.seed)
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    folder = ROOT / "outputs" / "tiny_vlm"
+    if (folder / "model").is_dir():
+        sys.exit(print(f"{folder} is there already"))
+    build(folder, seed=0)
 
 
 if __name__ == "__main__":

@@ -104,10 +104,7 @@ def predict(parts: Parts, num_servers: int, staleness: int) -> Step:
 
 
 def other_staleness(parts: Parts, num_servers: int, staleness: int) -> tuple[int, float]:
-    """1, or where that or more is set 0, and the share of a step that it would save.
-
-    Side by side the shorter side is hidden, but each slows the other where they share a GPU or cores.
-    """
+    """1, or where that or more is set 0, and the share of a step that it would save."""
     other = 0 if staleness else 1
     now_s, other_s = (predict(parts, num_servers, n).step_s for n in (staleness, other))
     return other, 1 - other_s / now_s
@@ -151,15 +148,14 @@ class Doctor:
             batches = (rollouts.choose(first) for first in count(0, config.batch_size))
             self.prompts = (group.prompt for batch in batches for group in batch)
 
-    def sample(
-        self, num: int, held_out: list[Prompt] | None = None, meanwhile: Any = lambda: None
-    ) -> list[Group]:
-        """Rank 0 samples and scores `num` fresh groups, or those of an evaluation, while all do something else."""
-        if held_out:
-            under_way = Round(replace(self.rollouts.run, held_out={"": held_out}))
-            while not under_way.wait():
-                pass
-            return under_way.sets[""]
+    def evaluate(self, held_out: list[Prompt]) -> None:
+        """Rank 0 samples and scores them as an evaluation does."""
+        under_way = Round(replace(self.rollouts.run, held_out={"": held_out}))
+        while not under_way.wait():
+            pass
+
+    def sample(self, num: int, meanwhile: Any = lambda: None) -> list[Group]:
+        """Rank 0 samples and scores `num` fresh groups, while all do something else."""
         groups: list[Group] = []
         for prompt in islice(self.prompts, num):
             groups.append(Group(prompt, id=len(groups), trained_version=self.rollouts.version))
@@ -229,16 +225,10 @@ class Doctor:
             return tell("shared prompts", "off, by the config or for the reason above")
         found: list[list[Tensor]] = []  # this rank's parts of either's gradients
 
-        def keep(optimizer: Any, *_: Any) -> None:
-            parts = []
-            for group in optimizer.param_groups:
-                for weight in group["params"]:
-                    grad = weight.grad
-                    if isinstance(grad, DTensor):
-                        grad = grad.to_local()
-                    if grad is not None:
-                        parts.append(grad.to("cpu", torch.float64, copy=True))
-            found.append(parts)
+        def keep(*_: Any) -> None:
+            grads = [weight.grad for weight in self.policy.parameters() if weight.grad is not None]
+            own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+            found.append([grad.to("cpu", torch.float64, copy=True) for grad in own])
 
         shared = replace(self.config, num_iterations=1, num_minibatches=1, grad_norm=0.0)
         both = (shared, replace(shared, share_prefix=False))
@@ -310,18 +300,16 @@ class Doctor:
         sample_s = seconds(lambda: samples.append(self.sample(size)))
         sync_s = seconds(self.sync)
         train = lambda: self.sync(self.train(groups, config))
-        both_s = seconds(lambda: self.sample(size, None, train))
+        both_s = seconds(lambda: self.sample(size, train))
         sampling = line((few / num_servers, few_s), (size / num_servers, sample_s))
         begun_s = min((g.started_s for g in samples[-1]), default=0)
         ends_s = accumulate((g.scored_s for g in samples[-1]), max)
         ends = [end_s - begun_s for end_s in ends_s] or [1.0]
         waits = config.updates_per_batch > 1 or config.advantages_need_batch  # for the whole batch
-        shares = [1.0 if waits else row / num_rows for row in range(1, num_rows + 1)]
-        # The next group tells that a row is full.
         rows = []
-        for share in shares:
-            place = min(math.ceil(len(ends) * share), len(ends) - 1)
-            rows.append(ends[place] / ends[-1])
+        for row in range(1, num_rows + 1):  # the next group tells that a row is full
+            place = len(ends) if waits else math.ceil(len(ends) * row / num_rows)
+            rows.append(ends[min(place, len(ends) - 1)] / ends[-1])
         equal = 0.0
         if config.drop_zero_advantage:
             equal = sum(not can_teach(g, config) for g in groups) / size
@@ -361,9 +349,9 @@ class Doctor:
         held_out = [*chain.from_iterable(rollouts.run.held_out.values())]
         some = held_out[: config.batch_size * config.num_generations]
         every = config.eval_steps or rollouts.num_steps
-        eval_s = seconds(lambda: self.sample(0, some), 1) * len(held_out) / max(len(some), 1)
-        num_evals = 0
+        num_evals, eval_s = 0, 0.0
         if held_out:
+            eval_s = seconds(lambda: self.evaluate(some), 1) * len(held_out) / len(some)
             num_evals = len({0, rollouts.num_steps, *range(every, rollouts.num_steps, every)})
         hours = (rollouts.num_steps * step_s + num_evals * eval_s) / 3600
         evaluations = f"{num_evals} evaluations of {eval_s:.2f} s"

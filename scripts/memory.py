@@ -1,6 +1,6 @@
 """Write the tables of docs/memory.md: what of Qwen2.5 fits on which card, by scripts/plan.py.
 
-    python scripts/memory.py docs/memory.md [--models 0.5B]
+    python scripts/memory.py docs/memory.md
 
 What stands before the first table stays.
 """
@@ -56,13 +56,13 @@ def cells_of(size: str, kind: str) -> dict[tuple[int, Placement], str]:
     variants = Variants(config, shape(size), [{}, *allowed])
     cells = {}
     for card_gb, placement in product(CARDS, Placement):
-        plan = variants.best(card_gb, placement)
-        words = [f"{plan.num_tokens:,}"] if plan else [NOTHING]
-        if plan:
+        cells[card_gb, placement] = NOTHING
+        if plan := variants.best(card_gb, placement):
+            words = [f"{plan.num_tokens:,}"]
             words += [WORDS[name] for name in plan.changes if name in WORDS]
-        if plan and 0 < plan.num_sequences < SEQUENCES[0]:
-            words.append(f"{plan.num_sequences} sequences")
-        cells[card_gb, placement] = ", ".join(words)
+            if 0 < plan.num_sequences < SEQUENCES[0]:
+                words.append(f"{plan.num_sequences} sequences")
+            cells[card_gb, placement] = ", ".join(words)
     return cells
 
 
@@ -86,10 +86,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("page", type=Path)
-    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=SHAPES)
-    args = parser.parse_args()
-    text, _, _ = args.page.read_text().partition(f"## {CARDS[0]} GB")
-    args.page.write_text(text + tables_of(args.models))
+    page = parser.parse_args().page
+    text, _, _ = page.read_text().partition(f"## {CARDS[0]} GB")
+    page.write_text(text + tables_of([*SHAPES]))
 
 
 if __name__ == "__main__":

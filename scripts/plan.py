@@ -4,18 +4,20 @@ A row of the policy runs forward and backward on tensors without data, whose byt
 GPU or server is asked. Images are not counted.
 """
 
+import argparse
 import math
 import re
 import shlex
 import weakref
 from bisect import bisect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ import prefix_attention
 from config import TrainConfig, UserError
 from prefix_attention import attach, base_model, completion_logprobs, pack
 from training.loading import add_lora, load_model_config
-from training.model import recompute_layers
+from training.model import recompute_layers, with_bf16
 
 GB = 1e9
 CONTEXT_GB = 0.6  # CUDA's own, and cuBLAS's workspaces
@@ -85,26 +87,13 @@ class ByteCounter(TorchDispatchMode):
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
     """Let prefix_attention.py take the ways that it takes on a GPU."""
-    module: Any = prefix_attention
-    read, derive = module._read, module._derive
-    module._read, module._derive = _read, _derive
-    fakes: Any = FakeTensor
-    fakes.is_cuda = True
-    try:
+    # Compiled, its two kernels allocate nothing but what they give.
+    empty = torch.empty_like
+    read = lambda logits, targets, _: [empty(targets, dtype=logits.dtype) for _ in range(3)]
+    derive = lambda logits, *_: empty(logits)
+    kernels = patch.multiple(prefix_attention, _read=read, _derive=derive)
+    with kernels, patch.object(FakeTensor, "is_cuda", True):
         yield
-    finally:
-        del fakes.is_cuda
-        module._read, module._derive = read, derive
-
-
-def _read(logits: Tensor, targets: Tensor, _: bool) -> tuple[Tensor, ...]:
-    """Like prefix_attention._read compiled, which allocates nothing in between."""
-    return tuple(torch.empty_like(targets, dtype=logits.dtype) for _ in range(3))
-
-
-def _derive(logits: Tensor, *_: Any) -> Tensor:
-    """Like prefix_attention._derive compiled."""
-    return torch.empty_like(logits)
 
 
 def _without_data(model: nn.Module) -> None:
@@ -127,14 +116,13 @@ def _without_data(model: nn.Module) -> None:
 
 
 class OnPaper:
-    """A recipe's policy, by its shapes; `model_config` is transformers', or that of `model_id`."""
+    """A recipe's policy, by its shapes; `model_config` is transformers'."""
 
-    def __init__(self, config: TrainConfig, model_config: Any = None, peaks: Any = None):
+    def __init__(self, config: TrainConfig, model_config: Any, peaks: Any = None):
         self.config = config
         self.peaks: dict[Any, list[int]] = {} if peaks is None else peaks  # of rows, by kind
-        if model_config is None:
-            model_config, _ = load_model_config(config)
         self.text_config = model_config.get_text_config(decoder=True)
+        self.in_half = bool(config.bf16 or config.fsdp_bf16)  # the forward computes in bfloat16
 
     def build(self) -> Any:
         """The model on the meta device, with its adapters."""
@@ -149,10 +137,7 @@ class OnPaper:
                 recompute_layers(model)
         return model
 
-    @cached_property
-    def model(self) -> Any:
-        """The model, for its weights."""
-        return self.build()
+    model = cached_property(build)  # for its weights
 
     @property
     def weight_bytes(self) -> float:
@@ -192,21 +177,13 @@ class OnPaper:
         return sum(w.numel() for n, w in self.model.named_parameters() if ".lora_" not in n)
 
     def row_bytes(self, num_tokens: float) -> float:
-        """Bytes of a row at its peak, beside weights and gradients.
-
-        Between lengths that were run lines are drawn. The peak is convex in the length, as the
-        maximum of linear functions, so lines never underestimate it.
-        """
+        """Bytes of a row at its peak, beside weights and gradients."""
+        # The peak is convex in the length, so lines between those that were run never underestimate it.
         at_most = float(np.interp(num_tokens, LENGTHS, self._row_peaks))
         if self.config.base_4bit:  # one matrix at a time is dequantized, and then cast to 16 bits
             num_bytes = 2 if self.config.dtype == "bfloat16" else 4 + 2
             at_most += num_bytes * max(matrix.numel() for matrix in self._base_matrices)
         return at_most
-
-    @property
-    def in_half(self) -> bool:
-        """True where the forward computes in bfloat16."""
-        return bool(self.config.bf16 or self.config.fsdp_bf16)
 
     @property
     def _row_peaks(self) -> list[int]:
@@ -216,13 +193,12 @@ class OnPaper:
             self.peaks[kind] = [self.measured_row(length) for length in LENGTHS]
         return self.peaks[kind]
 
-    def measured_row(self, num_tokens: int, has_gradients: bool = True, on_gpu: bool = True) -> int:
+    def measured_row(self, num_tokens: int, has_gradients: bool = True) -> int:
         """Bytes of a row at its peak, which is run; all but its first token are completion."""
         model = self.build()
         (row,) = pack([([5], [[5] * num_tokens])])  # the head runs on all of its tokens
         counter = ByteCounter()
-        kind = _as_on_a_gpu() if on_gpu else nullcontext()
-        with kind, FakeTensorMode(allow_non_fake_inputs=True):
+        with _as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
             _without_data(model)
             attach(model, verify=False)
             for weight in model.parameters():
@@ -260,17 +236,12 @@ class OnPaper:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that `fsdp_offload` brings to the GPU at a time, in 16 bits.
-
-        They are embeddings, head and two layers, and their gradients if they train.
-        """
+        """Bytes that `fsdp_offload` has on the GPU: embeddings, head, two layers, gradients, in 16 bits."""
         if not self.config.fsdp_offload:
             return 0
-        layers = [
-            sum(weight.numel() for weight in module.parameters())
-            for module in self.model.modules()
-            if type(module).__name__ in (base_model(self.model)._no_split_modules or ())
-        ]
+        names = base_model(self.model)._no_split_modules or ()
+        modules = [each for each in self.model.modules() if type(each).__name__ in names]
+        layers = [sum(weight.numel() for weight in each.parameters()) for each in modules]
         rest = sum(weight.numel() for weight in self.model.parameters()) - sum(layers)
         copies = 1 if self.config.use_peft else 2
         return 2 * copies * (rest + 2 * max(layers, default=0))
@@ -343,11 +314,8 @@ class Plan:
         """The longest row that fits, of 65,536 tokens at most; 0 where the shortest does not."""
         least = self.policy.config.max_completion_len + PROMPT_TOKENS
         lengths = range(least // 256 * 256 + 256, LENGTHS[-1] + 1, 256)
-        num_fitting = bisect(lengths, False, key=self._is_over)
+        num_fitting = bisect(lengths, False, key=lambda num_tokens: not self.fits(num_tokens))
         return lengths[num_fitting - 1] if num_fitting else 0
-
-    def _is_over(self, num_tokens: int) -> bool:
-        return not self.fits(num_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -357,16 +325,15 @@ class Plan:
     def command(self, recipe: list[str]) -> str:
         """The command that starts trainer and server."""
         fields = {**self.changes, "max_tokens_per_gpu": self.num_tokens}
-        replaced = [*fields]
         if self.placement is Placement.ASLEEP:
-            replaced.append("max_staleness")
-        words = _without(recipe, replaced)
+            fields["max_staleness"] = 0
+        words = _without(recipe, [*fields])
         for name, value in fields.items():
             words += [f"--{name}", str(value).lower()]
         if self.placement is Placement.ELSEWHERE:
             return shlex.join(["torchrun", "train.py", *words, "--vllm_urls", "http://..."])
         if self.placement is Placement.ASLEEP:
-            words += ["--sleep", "--max_staleness", "0"]
+            words.append("--sleep")
         share = math.ceil(100 * sum(self.server_parts.values()) / self.card_gb) / 100
         options = f"--gpu-memory-utilization {share} --max-num-seqs {self.num_sequences}"
         return shlex.join(["python", "scripts/launch.py", *words, f"--server_options={options}"])
@@ -374,17 +341,10 @@ class Plan:
 
 def _without(words: list[str], names: list[str]) -> list[str]:
     """Arguments without those that give some fields, as `--name value` or `--name=value`."""
-    kept: list[str] = []
-    skips_value = False
-    for word in words:
-        name = word.removeprefix("--").partition("=")[0]
-        if skips_value:
-            skips_value = False
-        elif word.startswith("--") and name.replace("-", "_") in names:
-            skips_value = "=" not in word
-        else:
-            kept.append(word)
-    return kept
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    return parser.parse_known_args(words)[1]
 
 
 # What makes a recipe fit, what changes least first. Only LoRA's base may be in bf16: weights that
@@ -406,8 +366,12 @@ class Variants:
     """A recipe as it is, and changed so that it takes less."""
 
     def __init__(self, config: TrainConfig, model_config: Any = None, all_changes: Any = CHANGES):
-        if model_config is None:
-            model_config, _ = load_model_config(config)
+        try:
+            model_config = model_config or load_model_config(config)[0]
+        except OSError as error:
+            cause = str(error).partition("\n")[0]
+            told = f"model_id={config.model_id} is no model's folder, and the hub does not give it"
+            raise UserError(f"{told}: {cause}") from None
         if hasattr(model_config, "vision_config"):
             raise UserError(f"--plan: {config.model_id} has a vision tower, which is not counted")
         self._variants: list[tuple[dict[str, Any], OnPaper]] = []
@@ -416,9 +380,8 @@ class Variants:
             own = {k: value for k, value in changes.items() if getattr(config, k) != value}
             if "use_peft" in own:  # adapters learn at about ten times the rate of all weights
                 own["learning_rate"] = float(f"{10 * config.learning_rate:.3g}")
-            if own in [known for known, _ in self._variants]:
-                continue
-            if config.use_peft and "adam_8bit" in own:  # an adapter's moments are small
+            is_known = own in [known for known, _ in self._variants]
+            if is_known or (config.use_peft and "adam_8bit" in own):  # an adapter's are small
                 continue
             try:
                 changed = on_a_gpu(replace(config, **own))
@@ -463,12 +426,9 @@ def _numbers_of_sequences(config: TrainConfig, placement: Placement) -> list[int
 
 def on_a_gpu(config: TrainConfig) -> TrainConfig:
     """A `bf16` of None, decided as on a GPU that has it."""
-    if config.bf16 is not None:
-        return config
-    wanted = config.dtype == "float32" or config.use_peft
-    if config.use_fsdp:
-        return replace(config, bf16=False, fsdp_bf16=wanted or config.fsdp_bf16)
-    return replace(config, bf16=wanted)
+    has_it: Any = {"is_available": lambda: True, "is_bf16_supported": lambda **_: True}
+    with patch.multiple(torch.cuda, **has_it):
+        return with_bf16(config)
 
 
 def print_plan(config: TrainConfig, card: str, recipe: list[str]) -> None:
@@ -477,15 +437,9 @@ def print_plan(config: TrainConfig, card: str, recipe: list[str]) -> None:
     if not match or float(match[1]) > MOST_GB:
         raise UserError(f"--plan {card}: it needs the memory of a GPU, such as 24GB")
     card_gb = float(match[1])
-    try:
-        model_config, _ = load_model_config(config)
-    except OSError as error:
-        cause = str(error).partition("\n")[0]
-        told = f"model_id={config.model_id} is no model's folder, and the hub does not give it"
-        raise UserError(f"{told}: {cause}") from None
+    variants = Variants(config)
     length = config.max_completion_len
     print(f"for prompts of {PROMPT_TOKENS} tokens and completions of {length:,}; no data is read")
-    variants = Variants(config, model_config)
     for placement in Placement:
         plan = variants.best(card_gb, placement)
         place = f"on {card_gb:g} GB {placement.value}"

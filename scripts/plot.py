@@ -9,12 +9,12 @@ The suffix of `-o` chooses PNG, SVG or PDF. A picture has its own background, so
 on a dark page.
 """
 
-import argparse
-import json
 import math
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from fnmatch import fnmatch
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -22,7 +22,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import EngFormatter, MaxNLocator
-from run_page import MACHINE_SETTINGS, read_rows
+from run_page import read_config, read_rows
 
 # Text stays text in an SVG, which is then small; the same numbers give the same file, with a point for each.
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plot", "path.simplify": False})
@@ -60,11 +60,7 @@ UNITS = {  # by a metric's name, or a pattern of names; a reward, a loss and a n
 
 
 def read_metrics(run: Path) -> Rows:
-    """The objects of `<run>/metrics.jsonl`, one per step (and step 0 where the run evaluated before it trained).
-
-    Raises:
-        SystemExit: there is no such file, or nothing in it yet.
-    """
+    """The objects of `<run>/metrics.jsonl`, one per step (and step 0 where the run evaluated before it trained)."""
     path = run / "metrics.jsonl"
     return list(read_rows(path)) or sys.exit(f"error: {path} has no step yet")
 
@@ -76,21 +72,14 @@ def metric_names(rows: Rows) -> list[str]:
 
 def smoothed(values: list[float], window: int) -> list[float]:
     """The mean of each value and the `window` - 1 before it, or as many as there are."""
-    means = []
-    for end in range(1, len(values) + 1):
-        part = values[max(end - window, 0) : end]
-        means.append(sum(part) / len(part))
-    return means
+    ends = range(1, len(values) + 1)
+    return [fmean(values[max(end - window, 0) : end]) for end in ends]
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
     """The values as a line of text, for a terminal: means of `width` parts of them, from the least to the greatest."""
-    size = max(math.ceil(len(values) / width), 1)
-    means = []
-    for start in range(0, len(values), size):
-        part = values[start : start + size]
-        means.append(sum(part) / len(part))
-
+    size = math.ceil(len(values) / width)
+    means = [fmean(values[start : start + size]) for start in range(0, len(values), size)]
     low = min(means)
     height = (max(means) - low) or 1
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / height)] for mean in means)
@@ -98,20 +87,12 @@ def sparkline(values: list[float], width: int = 60) -> str:
 
 def unit_of(name: str) -> str:
     """A metric's unit; empty where it has none."""
-    for pattern, unit in UNITS.items():
-        if fnmatch(name, pattern):
-            return unit
-    return ""
+    return next((unit for pattern, unit in UNITS.items() if fnmatch(name, pattern)), "")
 
 
 def labels_of(runs: list[str]) -> list[str]:
     """What a legend says of each run: the one setting that differs, as `seed 1`, or its folder, or its path."""
-    settings = []
-    for run in runs:
-        path = Path(run) / "config.json"
-        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        of_machine = {*MACHINE_SETTINGS, "left_out"}
-        settings.append({name: known[name] for name in known if name not in of_machine})
+    settings = [read_config(Path(run))[0] for run in runs]
     names = {name for known in settings for name in known}
     differ = [name for name in names if len({str(known.get(name)) for known in settings}) > 1]
     if len(differ) == 1 and all(settings):
@@ -127,31 +108,21 @@ def draw(
     axes: Any, label: str, rows: Rows, name: str, x: str, window: int, style: dict[str, Any]
 ) -> None:
     """One metric of one run, if it has it; few points, as of an evaluation, are marked and not smoothed."""
-    places, values = [], []
-    for row in rows:
-        # The evaluation of step 0 has no other metrics: nothing was trained.
-        place = row.get(x, None if row["step"] else 0)
-        value = row.get(name)
-        if place is not None and value is not None:
-            places.append(place)
-            values.append(value)
-
-    if not values:
-        return
-    if len(values) < len(rows) / 2:
+    # The evaluation of step 0 has no other metrics: nothing was trained.
+    points = [(row.get(x, None if row["step"] else 0), row.get(name)) for row in rows]
+    known: list[Any] = [point for point in points if None not in point]
+    places = [place for place, _ in known]
+    values = [value for _, value in known]
+    if 0 < len(values) < len(rows) / 2:
         axes.plot(places, values, marker="o", label=label, markersize=4, **style, **ON_TOP)
-    else:
+    elif values:
         axes.plot(places, smoothed(values, window), label=label, **style, **ON_TOP)
 
 
 def plot(
     runs: dict[str, Rows], labels: list[str], names: list[str], x: str, window: int, path: Path
 ) -> None:
-    """The chosen metrics in a panel each, or the summary where none is chosen, as an image file.
-
-    Raises:
-        SystemExit: no run has a metric that was chosen.
-    """
+    """The chosen metrics in a panel each, or the summary where none is chosen, as an image file."""
     present = {name for rows in runs.values() for name in metric_names(rows)}
     for name in [*names, x]:
         if name not in present:
@@ -188,14 +159,14 @@ def plot(
     figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def print_line(name: str, rows: list[dict[str, Any]], metric: str) -> None:
+def print_line(name: str, rows: Rows, metric: str) -> None:
     """Print a metric of a run as a line of text, if it has it."""
     values = [row[metric] for row in rows if row.get(metric) is not None]
     if values:
         print(f"{metric} of {name}: {values[0]:.3g} {sparkline(values)} {values[-1]:.3g}")
 
 
-def print_ends(name: str, rows: list[dict[str, Any]], is_only: bool) -> None:
+def print_ends(name: str, rows: Rows, is_only: bool) -> None:
     """Print a run's rewards, and its held-out figures before and after."""
     print_line(name, rows, "reward")
 
@@ -217,18 +188,12 @@ def print_ends(name: str, rows: list[dict[str, Any]], is_only: bool) -> None:
 
 def main(argv: list[str]) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    text = "a run's output_dir; `info` before it lists"
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=text)
-    text = "a panel of its own; may be repeated"
-    parser.add_argument("-v", "--metric", action="append", default=[], help=text)
-    text = "two panels before those of -v: reward, held-out reward"
-    parser.add_argument("--rewards", action="store_true", help=text)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's output_dir")
+    parser.add_argument("-v", "--metric", action="append", default=[], help="one for each panel")
+    parser.add_argument("--rewards", action="store_true", help="their two panels come first")
     parser.add_argument("-x", default="step", help="the metric of the horizontal axis")
-    text = "mean over so many values"
-    parser.add_argument("--smooth", type=int, default=1, metavar="STEPS", help=text)
+    parser.add_argument("--smooth", type=int, default=1, metavar="STEPS", help="means of so many")
     parser.add_argument("-o", "--output", type=Path, help="default: reward.png in the first run")
     args = parser.parse_args(argv)
     if args.smooth < 1:

@@ -5,7 +5,6 @@ follows runs that train. scripts/page/ has its parts; text of a model is data th
 """
 
 import base64
-import dataclasses
 import hashlib
 import json
 import math
@@ -15,10 +14,10 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -37,29 +36,20 @@ MAX_IMAGE_BYTES = 20_000_000  # of all pictures in a page
 STEP = re.compile(rb'\{"step": ?(\d+)')
 
 
-@dataclass
-class Lines:
+class Lines(NamedTuple):
     """The lines of a log that a page has, and how many it lacks."""
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    steps_left_out: int = 0
-    rows_left_out: int = 0
+    rows: list[dict[str, Any]]
+    steps_left_out: int
+    rows_left_out: int
 
 
 def read_lines(path: Path, most_bytes: int | None = None) -> Lines:
-    """The rows of a log; of a long one those of steps at even distances, with the first and the last.
-
-    Args:
-        path: a file of JSON lines, each with its step first.
-        most_bytes: of the rows, as JSON; by default as many as a page holds.
-
-    Raises:
-        SystemExit: a line is damaged.
-    """
-    lines = Lines()
+    """The rows of a log, each of which begins with its step; of a long one those of steps at even distances."""
+    rows: list[dict[str, Any]] = []
     most_bytes = most_bytes or MAX_BYTES
     if not path.is_file():
-        return lines
+        return Lines(rows, 0, 0)
     places: dict[int, list[tuple[int, int]]] = {}  # by step, the begin and size of each line
     end = 0
     with path.open("rb") as file:
@@ -72,46 +62,31 @@ def read_lines(path: Path, most_bytes: int | None = None) -> Lines:
             places.setdefault(int(found[1]), []).append((end, len(line)))
             end += len(line)
 
-        weights = {step: _weight(of_step, most_bytes) for step, of_step in places.items()}
+        weights = {}  # the share of a page that each step takes
+        for step, of_step in places.items():
+            num_bytes = sum(size for _, size in of_step)
+            weights[step] = max(len(of_step) / MAX_ROWS, num_bytes / most_bytes)
         chosen = chosen_steps(weights)
-        total = sum(weights[step] for step in chosen)
-        for step in chosen:
-            of_step = places[step]
-            if total > 1:  # even the first and the last are too large: their first groups
-                of_step = of_step[: int(len(of_step) / total)]
-            for begin, size in of_step:
+        total = max(sum(weights[step] for step in chosen), 1.0)
+        for step in chosen:  # even the first and the last may be too large: their first groups
+            num_rows = int(len(places[step]) / total)
+            for begin, size in places[step][:num_rows]:
                 file.seek(begin)
-                lines.rows.append(parsed(file.read(size), path))
-
-    lines.steps_left_out = len(places) - len(chosen)
-    lines.rows_left_out = sum(map(len, places.values())) - len(lines.rows)
-    return lines
+                rows.append(parsed(file.read(size), path))
+    num_rows = sum(map(len, places.values()))
+    return Lines(rows, len(places) - len(chosen), num_rows - len(rows))
 
 
 def parsed(line: bytes, path: Path) -> dict[str, Any]:
-    """A line of a log, None for what JSON has no number for, as other trainers write it.
-
-    Raises:
-        SystemExit: it is damaged.
-    """
+    """A line of a log, None for what JSON has no number for, as other trainers write it."""
     try:
         return json.loads(line, parse_constant=lambda _: None)
     except ValueError:
         sys.exit(f"error: {path}: a line is damaged: {line[:60]!r}")
 
 
-def _weight(of_step: list[tuple[int, int]], most_bytes: int) -> float:
-    """The share of a page that a step takes."""
-    num_bytes = sum(size for _, size in of_step)
-    return max(len(of_step) / MAX_ROWS, num_bytes / most_bytes)
-
-
 def chosen_steps(weights: dict[int, float]) -> list[int]:
-    """As many steps as fit into a page, at even distances, with the first and the last.
-
-    Args:
-        weights: the share of a page that each step takes.
-    """
+    """As many steps as fit into a page, of which each takes a share, at even distances, with the first and the last."""
     steps = sorted(weights)
     chosen = steps
     while len(chosen) > 2 and sum(weights[step] for step in chosen) > 1:
@@ -122,10 +97,7 @@ def chosen_steps(weights: dict[int, float]) -> list[int]:
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The metrics by name, with five digits, None where a step has none.
-
-    Of more than `MAX_POINTS` steps they are means of neighbours, at the last step of each.
-    """
+    """The metrics by name, None where a step has none; of very many steps means of neighbours, at the last."""
     size = math.ceil(len(rows) / MAX_POINTS)
     parts = [rows[begin : begin + size] for begin in range(0, len(rows), size or 1)]
     names = dict.fromkeys(name for row in rows for name in row)
@@ -135,11 +107,9 @@ def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> Any:
-    """A metric's mean over the steps that have it; its value where there is one step."""
-    if len(rows) == 1:
-        return rows[0].get(name)
+    """A metric's mean over the steps that have it; None where none has."""
     values = [row[name] for row in rows if row.get(name) is not None]
-    return sum(values) / len(values) if values else None
+    return fmean(values) if values else None
 
 
 def _short(value: Any) -> Any:
@@ -147,11 +117,7 @@ def _short(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a log, one by one; the trainer may be about to write the rest of the last.
-
-    Raises:
-        SystemExit: there is no such file, or a line is damaged.
-    """
+    """The whole lines of a log, one by one; the trainer may be about to write the rest of the last."""
     if not path.is_file():
         sys.exit(f"error: {path} is not there: give a run's output_dir")
     with path.open("rb") as file:
@@ -161,26 +127,18 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Read a run's part of a page.
-
-    Raises:
-        SystemExit: there is no run.
-    """
+    """Read a run's part of a page."""
     metrics = list(read_rows(folder / "metrics.jsonl"))
     config, left_out = read_config(folder)
-    samples = read_lines(folder / "completions.jsonl")
-    held_out = read_lines(folder / "held_out.jsonl")
-
-    left_out += told_left_out("completions", samples)
-    left_out += told_left_out("held-out completions", held_out)
+    samples, held_out, told = read_samples(folder)
     return {
         "name": str(folder),
         "config": config,
         "changed": changed_settings(config),
         "metrics": columns(metrics),
-        "samples": samples.rows,
-        "heldOut": held_out.rows,
-        "leftOut": left_out,
+        "samples": samples,
+        "heldOut": held_out,
+        "leftOut": left_out + told,
     }
 
 
@@ -195,47 +153,39 @@ def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 def changed_settings(config: dict[str, Any]) -> list[str]:
     """Names of the settings that differ from their defaults, or have none."""
-    changed = []
-    for setting in dataclasses.fields(TrainConfig):
-        default: Any = setting.default
-        if setting.default_factory is not dataclasses.MISSING:
-            default = setting.default_factory()
-        if setting.name in config and config[setting.name] != default:
-            changed.append(setting.name)
-    return changed
+    fields: Any = TrainConfig.__pydantic_fields__  # type: ignore[attr-defined]
+    defaults = {name: fields[name].get_default(call_default_factory=True) for name in fields}
+    return [name for name in defaults if name in config and config[name] != defaults[name]]
 
 
-def told_left_out(name: str, lines: Lines) -> list[str]:
-    """A sentence on what a long log lacks here, if it does."""
-    if not lines.rows_left_out:
-        return []
-    said = f"{lines.rows_left_out:,} {name} are left out to keep this small"
-    if lines.steps_left_out:
-        said += f": {lines.steps_left_out:,} steps have none here"
-    return [said]
+def read_samples(folder: Path, most_bytes: int | None = None) -> tuple[Any, Any, list[str]]:
+    """The rows of both logs of completions, and in words what of long ones is left out here."""
+    samples = read_lines(folder / "completions.jsonl", most_bytes)
+    held_out = read_lines(folder / "held_out.jsonl", most_bytes)
+    told = []
+    for name, lines in (("completions", samples), ("held-out completions", held_out)):
+        said = f"{lines.rows_left_out:,} {name} are left out to keep this small"
+        if lines.steps_left_out:
+            said += f": {lines.steps_left_out:,} steps have none here"
+        if lines.rows_left_out:
+            told.append(said)
+    return samples.rows, held_out.rows, told
 
 
 def keep(folder: Path, target: Path) -> None:
-    """Write a small copy of a run, for a repository: its metrics, and samples of some steps with their images.
-
-    Raises:
-        SystemExit: there is no run.
-    """
+    """Write a small copy of a run, for a repository: its metrics, and samples of some steps with their images."""
     metrics = []
     for row in read_rows(folder / "metrics.jsonl"):
         metrics.append({name: _short(value) for name, value in row.items()})
-    logs = {"metrics": metrics}
-    config, left_out = read_config(folder)
     most_bytes = KEPT_BYTES
     if (folder / "images").is_dir():  # which take the rest
         most_bytes = KEPT_BYTES // 4
-    for name, told in (("completions", "completions"), ("held_out", "held-out completions")):
-        lines = read_lines(folder / f"{name}.jsonl", most_bytes)
-        logs[name] = lines.rows
-        left_out += told_left_out(told, lines)
+    samples, held_out, told = read_samples(folder, most_bytes)
+    logs = {"metrics": metrics, "completions": samples, "held_out": held_out}
 
     target.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(config | {"left_out": left_out}, indent=1)
+    config, left_out = read_config(folder)
+    text = json.dumps(config | {"left_out": left_out + told}, indent=1)
     (target / "config.json").write_text(text + "\n", encoding="utf-8")
     for name, rows in logs.items():
         with (target / f"{name}.jsonl").open("w", encoding="utf-8") as file:
@@ -251,13 +201,8 @@ def keep(folder: Path, target: Path) -> None:
 
 def state_of(folders: list[Path]) -> str:
     """A text that is another one whenever one of the runs has written."""
-    parts = []
-    for folder in folders:
-        for name in ("metrics", "completions", "held_out"):
-            path = folder / f"{name}.jsonl"
-            status = path.stat() if path.is_file() else None
-            parts.append(f"{status.st_size} {status.st_mtime_ns}" if status else "none")
-    return ", ".join(parts)
+    paths = [path for folder in folders for path in sorted(folder.glob("*.jsonl"))]
+    return str([(path.stat().st_size, path.stat().st_mtime_ns) for path in paths])
 
 
 def read_images(rows: list[dict[str, Any]], folder: Path, room: int) -> tuple[dict[str, str], int]:
@@ -265,7 +210,7 @@ def read_images(rows: list[dict[str, Any]], folder: Path, room: int) -> tuple[di
     images: dict[str, str] = {}
     num_left_out = 0
     for name in dict.fromkeys(name for row in rows for name in row.get("images", ())):
-        path = folder / "images" / Path(name).name
+        path = folder / "images" / Path(name).name  # never a path out of the run's folder
         if not path.is_file() or path.stat().st_size > room:
             num_left_out += 1
             continue
@@ -307,10 +252,7 @@ def page(folders: list[Path], state: str = "") -> bytes:
 
 
 def serve(folders: list[Path], port: int) -> None:
-    """Serve the page on loopback until Ctrl-C, with what runs write meanwhile.
-
-    It waits for runs that have not begun.
-    """
+    """Serve the page of runs, once they have begun, on loopback until Ctrl-C, with what they write meanwhile."""
     for folder in folders:
         if not (folder / "metrics.jsonl").exists():
             print(f"waiting for {folder}/metrics.jsonl", flush=True)

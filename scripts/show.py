@@ -11,10 +11,9 @@
 Held-out ones are of the last evaluation; with `--set NAME` of one of several sets.
 """
 
-import argparse
 import signal
 import sys
-from collections import Counter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,14 @@ Sample = dict[str, Any]
 
 
 def read_samples(path: Path, step: int | None) -> list[Sample]:
-    """The completions of a step, the last one where it is None, read line by line: the file may be large.
-
-    Raises:
-        SystemExit: there is no such file or step.
-    """
+    """The completions of a step, the last one where it is None, read line by line: the file may be large."""
     samples: list[Sample] = []
     last = None
     for sample in read_rows(path):
-        last = sample["step"]
-        if step is None and samples and samples[-1]["step"] != last:
+        if step is None and sample["step"] != last:
             samples = []
-        if last == step or step is None:
+        last = sample["step"]
+        if step in (None, last):
             samples.append(sample)
     if last is None:
         sys.exit(f"error: {path} has no completions yet")
@@ -52,10 +47,9 @@ def shown(sample: Sample) -> str:
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":  # an agent's conversation
         completion = content_text(prompt.pop().get("content"))
     if not isinstance(prompt, str):
-        lines = [
-            f"[{message['role']}] {content_text(message.get('content'))}" for message in prompt
-        ]
-        prompt = "\n".join(lines)
+        prompt = "\n".join(
+            f"[{each['role']}] {content_text(each.get('content'))}" for each in prompt
+        )
     parts = ", ".join(f"{name} {value}" for name, value in sample["rewards"].items())
     head = f"step {sample['step']} · group {sample['group']} · dataset row {sample['row']} · {sample['finish_reason']}"
     if sample.get("set"):  # one of several held-out ones
@@ -78,21 +72,15 @@ def harmless(character: str) -> str:
     return repr(character)[1:-1]
 
 
-def once_each(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The samples without repetitions of an answer to a prompt, each with its `times`."""
-    times = Counter((sample["row"], sample["completion"]) for sample in samples)
-    found: dict[tuple[int, str], Sample] = {}
-    for sample in samples:
-        key = (sample["row"], sample["completion"])
-        found.setdefault(key, sample | {"times": times[key]})
-    return list(found.values())
-
-
 def extremes(samples: list[Sample], number: int, is_best: bool) -> list[Sample]:
-    """The best or worst samples that have a reward, each answer to a prompt once."""
+    """The best or worst samples that have a reward, each answer to a prompt once, with its `times`."""
     judged = [sample for sample in samples if sample["reward"] is not None]
     judged.sort(key=lambda sample: sample["reward"], reverse=is_best)
-    return once_each(judged)[:number]
+    found: dict[tuple[int, str], Sample] = {}
+    for sample in judged:
+        first = found.setdefault((sample["row"], sample["completion"]), sample | {"times": 0})
+        first["times"] += 1
+    return list(found.values())[:number]
 
 
 def content_text(content: Any) -> str:
@@ -100,16 +88,6 @@ def content_text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(part.get("text") or f"<{part['type']}>" for part in content)
     return str(content)
-
-
-def show_page(runs: list[Path], file: Path | None, port: int | None) -> None:
-    """Write the page of runs, or serve it."""
-    if file is not None:
-        path = file if file.name else runs[0] / "run.html"
-        path.write_bytes(run_page.page(runs))
-        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
-    if port is not None:
-        run_page.serve(runs, port)
 
 
 def keep_run(run: Path, folder: Path) -> None:
@@ -125,27 +103,26 @@ def keep_run(run: Path, folder: Path) -> None:
 
 def main(argv: list[str]) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's output_dir")
-    text = "write a page that opens from the disk; default: run.html in the first run"
-    parser.add_argument("--html", type=Path, nargs="?", const=Path(), metavar="FILE", help=text)
-    text = "serve the page on loopback, and follow runs that train"
-    parser.add_argument("--serve", type=int, nargs="?", const=0, metavar="PORT", help=text)
-    text = "write a small copy of a run there: its metrics, and samples of some steps"
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument("--html", type=Path, nargs="?", const=Path(), metavar="FILE")
+    parser.add_argument("--serve", type=int, nargs="?", const=0, metavar="PORT")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER")
     parser.add_argument("--step", type=int, help="default: the last")
     parser.add_argument("--group", type=int)
-    text = "those of an evaluation, with all its problems"
-    parser.add_argument("--held-out", action="store_true", help=text)
+    parser.add_argument("--held-out", action="store_true", help="those of an evaluation")
     parser.add_argument("--set", metavar="NAME", help="one of several held-out sets")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", type=int, metavar="N")
     order.add_argument("--best", type=int, metavar="N")
     args = parser.parse_args(argv)
+    if args.html is not None:
+        path = args.html if args.html.name else args.runs[0] / "run.html"
+        path.write_bytes(run_page.page(args.runs))
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    if args.serve is not None:
+        run_page.serve(args.runs, args.serve)
     if args.html is not None or args.serve is not None:
-        show_page(args.runs, args.html, args.serve)
         return
     if len(args.runs) > 1:
         parser.error("several runs are shown by --html and --serve alone")
@@ -155,10 +132,9 @@ def main(argv: list[str]) -> None:
 
     name = "held_out.jsonl" if args.held_out else "completions.jsonl"
     samples = read_samples(args.runs[0] / name, args.step)
-    if args.group is not None:
-        samples = [sample for sample in samples if sample["group"] == args.group]
-    if args.set is not None:
-        samples = [sample for sample in samples if sample.get("set") == args.set]
+    for field in ("group", "set"):
+        wanted = getattr(args, field)
+        samples = [sample for sample in samples if wanted in (None, sample.get(field))]
     number = args.worst if args.best is None else args.best
     if number is not None and number < 1:
         parser.error("--worst and --best must be at least 1")

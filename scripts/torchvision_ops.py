@@ -9,6 +9,7 @@ does load, nothing is declared, as an operator that is declared twice aborts the
 import shutil
 import sys
 import sysconfig
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -38,12 +39,10 @@ def _loads_compiled_part(folder: Path) -> bool:
     """Try to load the library as torchvision will; it fails beside a torch that it was not built for."""
     import torch
 
-    for library in folder.glob("_C*.so"):
-        try:
+    with suppress(OSError):
+        for library in folder.glob("_C*.so"):
             torch.ops.load_library(library)
-        except OSError:
-            continue
-        return True
+            return True
     return False
 
 

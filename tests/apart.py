@@ -8,6 +8,7 @@ import time
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,8 @@ def digest_of(model):
     return hashlib.sha256(b"".join(sorted(parts))).hexdigest()
 
 
-def _serve(model, pipe, fields):
-    """A stand-in whose faults are told by messages `(path, turn, what happens)`."""
+def _serve(model, pipe):
+    """A stand-in whose fault is told by messages."""
     import torch
     from fake_server import fake_server
 
@@ -41,67 +42,56 @@ def _serve(model, pipe, fields):
 
     die_with(os.getppid())
     torch.set_num_threads(1)
-    faults: list[list] = []
+    fault: list[Any] = []  # path, turn, what happens
 
     def ill(path):
-        for fault in list(faults):
-            if fault[0] == path:
-                fault[1] -= 1
-                if fault[1] < 0:
-                    faults.remove(fault)
-                    if fault[2] == "refuses":
-                        raise ConnectionError("out of order")
-                    os.kill(os.getpid(), signal.SIGKILL if fault[2] == "dies" else signal.SIGSTOP)
-                    time.sleep(0.5)  # another thread may take the signal
-                    raise ConnectionError("it was stopped")  # its request is not served so late
+        if path not in fault[:1]:
+            return
+        fault[1] -= 1
+        if fault[1] < 0:
+            what = fault.pop()
+            fault.clear()
+            if what != "refuses":
+                os.kill(os.getpid(), signal.SIGKILL if what == "dies" else signal.SIGSTOP)
+                time.sleep(0.5)  # another thread may take the signal
+            raise ConnectionError("out of order")  # what was stopped does not serve so late
 
     answer = lambda prompt, number: ([7, 8, 9], 0.0)
-    with fake_server(model, answer, fault=ill, **fields) as fake:
+    with fake_server(model, answer, fault=ill, stages=True) as fake:
         pipe.send(fake.url)
         while True:
             message = pipe.recv()
             if message == "digest":
                 pipe.send((fake.version, digest_of(fake.model)))
             else:
-                faults[:] = [list(message)] if message else []
+                fault[:] = message
                 pipe.send(None)
 
 
 class Apart:
     """A stand-in in a process of its own."""
 
-    def __init__(self, model, **fields):
+    def __init__(self, model):
         self._pipe, theirs = _forks().Pipe()
-        self.process = _forks().Process(target=_serve, args=(model, theirs, fields), daemon=True)
+        self.process = _forks().Process(target=_serve, args=(model, theirs), daemon=True)
         self.process.start()
-        self.url = self._ask()
+        self.url = self._answer()
 
-    def _ask(self):
+    def _answer(self):
         assert self._pipe.poll(60), "a stand-in does not answer"
         return self._pipe.recv()
 
-    def fault(self, path, turn, what):
-        """At the `turn`-th request of this path from now on it `dies`, `hangs` or `refuses`; no other fault."""
-        self._pipe.send((path, turn, what))
-        self._ask()
+    def fault(self, *fault):
+        """`path, turn, what`: at that request of the path from now on it `dies`, `hangs` or `refuses`; or no fault."""
+        self._pipe.send(fault)
+        self._answer()
 
     def digest(self):
         """The version of its weights, and their hash."""
         self._pipe.send("digest")
-        return self._ask()
+        return self._answer()
 
     def wake(self):
         """Go on, if it was stopped; nothing fails any more."""
         os.kill(self.process.pid, signal.SIGCONT)
-        self._pipe.send(None)
-        self._ask()
-
-    @property
-    def lives(self):
-        """True until it has died."""
-        return self.process.is_alive()
-
-    def end(self):
-        """Kill it, also where it is stopped."""
-        self.process.kill()
-        self.process.join(20)
+        self.fault()

@@ -19,7 +19,7 @@ WATCH = [sys.executable, str(TESTS / "watch.py"), os.environ["STARTED_BY"]]
 watching = subprocess.Popen(WATCH, stdin=subprocess.PIPE, process_group=0)
 
 from forked import Forked
-from helpers import ENV, RECIPE, make_model, server
+from helpers import ENV, answer_in, far_from_uniform, flags, make_model, server, write_recipe
 
 # With more some kernels sum in another order, and equal is not equal to the bit.
 torch.set_num_threads(1)
@@ -86,10 +86,7 @@ def vlm(tmp_path_factory):
     torch.manual_seed(0)
     processor = build_processor()
     model = build_model(processor.tokenizer)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(4 if weight.ndim > 1 else 1)
-    model.save_pretrained(folder)
+    far_from_uniform(model, 4).save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)
 
@@ -107,13 +104,9 @@ def recipe(models, tmp_path):
     """Writes a short run against fake servers; returns its path."""
 
     def write(*servers):
-        path = tmp_path / f"recipe_{tmp_path.name}.py"
+        path = write_recipe(tmp_path, models["untied"], [server.url for server in servers])
         sys.modules.pop(path.stem, None)  # of another server
         shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
-        urls = [server.url for server in servers]
-        path.write_text(
-            RECIPE.format(model=models["untied"], urls=urls, output=str(tmp_path / "run"))
-        )
         return str(path)
 
     return write
@@ -123,7 +116,6 @@ def recipe(models, tmp_path):
 def stand_in(models):
     """Starts stand-ins for servers, whose completions take about so many seconds."""
     from fake_server import fake_server
-    from helpers import answer_in
 
     with ExitStack() as stack:
 
@@ -137,8 +129,6 @@ def stand_in(models):
 @pytest.fixture
 def train_on(recipe):
     """Trains `recipe` on servers, with other values of some fields."""
-    from helpers import flags
-
     from config import parse_args
     from train import main
 

@@ -11,11 +11,6 @@ DOCUMENTS = {
 }
 DOCUMENTS = {"README.md": README, **DOCUMENTS}
 
-# Columns of other trainers' names in docs/coming-from-elsewhere.md, by section.
-FOREIGN_COLUMNS = {
-    "Names": (1, 2), "From TRL": (1,), "From PrefixGrouper": (0,),
-}  # fmt: skip
-
 
 def blocks(language, text=README):
     """The contents of the code blocks of a language."""
@@ -42,24 +37,6 @@ def inline(text=README):
 def cells(row):
     """The cells of a table's row; an escaped bar is no border."""
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip().strip("|"))]
-
-
-def own(name):
-    """A document without the names of other trainers."""
-    text = DOCUMENTS[name]
-    if name != "docs/coming-from-elsewhere.md":
-        return text
-    kept = []
-    foreign: tuple[int, ...] = ()
-    for line in text.splitlines():
-        if line.startswith("## "):
-            foreign = FOREIGN_COLUMNS.get(line.removeprefix("## "), ())
-        if line.startswith("|"):
-            line = " | ".join(
-                cell for place, cell in enumerate(cells(line)) if place not in foreign
-            )
-        kept.append(line)
-    return "\n".join(kept)
 
 
 def metrics():

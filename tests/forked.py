@@ -57,13 +57,10 @@ class Forked:
         self.pid = self.process.pid
 
     def poll(self):
-        """Its exit code, None while it runs."""
+        """Its exit code, below 0 the signal that ended it, None while it runs."""
         return self.process.exitcode
 
-    @property
-    def returncode(self):
-        """The same; below 0 the signal that ended it."""
-        return self.process.exitcode
+    returncode = property(poll)
 
     def wait(self, timeout):
         """Wait for its end, at most that long."""

@@ -3,11 +3,12 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from select import select
 from tempfile import TemporaryDirectory
@@ -24,7 +25,6 @@ from forked import Forked
 from launch import free_port
 
 from benchmarks.local_server import local_server
-from utils import die_with
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 VOCAB = ["<pad>", "<bos>", "<eos>", "\n", *(chr(code) for code in range(32, 127))]
@@ -104,7 +104,7 @@ def _forkserver():
 
 
 def on_forked_ranks(num_ranks, *arguments, timeout_s=300, env=()):
-    """What `torchrun` below does, without its own process, and without importing the libraries for each rank.
+    """What torchrun does, without importing the libraries for each rank; returns the finished process with its output.
 
     0 ranks are one process without torchrun's variables, as `python script.py`.
     """
@@ -117,24 +117,16 @@ def on_forked_ranks(num_ranks, *arguments, timeout_s=300, env=()):
         run = [num_ranks, free_port(), words, {**ENV, **dict(env)}, str(ROOT), *map(str, outputs)]
         server.stdin.write(json.dumps(run) + "\n")
         server.stdin.flush()
-        if not select([server.stdout], [], [], timeout_s)[0]:
-            server.kill()
-            _forkserver.cache_clear()
-            said = (output.read_text() for output in outputs)
-            raise subprocess.TimeoutExpired(words, timeout_s, *said)
-        status = int(server.stdout.readline())
-        said = (output.read_text() for output in outputs)
-        return subprocess.CompletedProcess(words, status, *said)
+        has_ended = select([server.stdout], [], [], timeout_s)[0]
+        said = [output.read_text() for output in outputs]
+    if not has_ended:
+        server.kill()
+        _forkserver.cache_clear()
+        raise subprocess.TimeoutExpired(words, timeout_s, *said)
+    return subprocess.CompletedProcess(words, int(server.stdout.readline()), *said)
 
 
-def torchrun(num_ranks, *arguments, timeout_s=300, env=(), cwd=ROOT):
-    """Run a script under torchrun; returns the finished process with its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}"]
-    command += ["--master_port", str(free_port()), *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, env={**ENV, **dict(env)}, cwd=cwd, check=False,
-        preexec_fn=partial(die_with, os.getpid()),  # the ranks end with torchrun, and torchrun with a killed test
-    )  # fmt: skip
+torchrun = on_forked_ranks  # test_images.py calls it so
 
 
 RECIPE = """
@@ -235,6 +227,37 @@ def change(path, old, new):
     text = Path(path).read_text()
     assert old in text
     Path(path).write_text(text.replace(old, new))
+
+
+def write_recipe(folder, model, urls=()):
+    """The recipe of a short run into `folder / "run"`, by a name that no other test imports."""
+    path = folder / f"recipe_{folder.name}.py"
+    path.write_text(RECIPE.format(model=model, urls=[*urls], output=str(folder / "run")))
+    return path
+
+
+def write_program(path, text):
+    """A shell script that stands in for a program."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def finished(*command, env=ENV, timeout=300, **options):
+    """A program that has ended, with its output."""
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=env, timeout=timeout, **options
+    )
+
+
+def start_as_a_user(*command, **options):
+    """A program that was started from `/`, with Ctrl-C and SIGHUP, which tests in the background do not hear."""
+    numbers = signal.SIGINT, signal.SIGHUP
+    return subprocess.Popen(
+        command, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"},
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in numbers], **options,
+    )  # fmt: skip
 
 
 def start_train(num_ranks, *arguments, env=ENV, **options):

@@ -32,11 +32,9 @@ def become(rank, num_ranks, port, argv, environment, folder, *outputs):
     os.environ.clear()
     os.environ.update(environment)
     if num_ranks:
-        for name in ("RANK", "LOCAL_RANK"):
-            os.environ[name] = str(rank)
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ[name] = str(num_ranks)
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.chdir(folder)
     sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
     runpy.run_path(argv[0], run_name="__main__")

@@ -22,10 +22,8 @@ from test_server import (
 
 from rollouts.proofs import prove
 from rollouts.rollouts import Rollouts
-from training.model import build_policy, share_prefixes
 from utils import process_group
 from vllm_client import ServerError, ServerLost
-from weights.publish import adapter_weights
 
 LORA = ("--enable-lora", "--max-lora-rank", "8")
 KINDS = [
@@ -117,15 +115,6 @@ def test_another_base_is_noticed(models, url):
             rollouts.publish(policy, 0)
 
 
-def test_adapters_without_a_place_are_refused(models, url):
-    """vLLM would leave them out, and say nothing."""
-    with connected(lora_config(models["untied"], url)) as (rollouts, policy):
-        sent = dict(adapter_weights(policy))
-        odd = {name.replace("self_attn", "attention"): tensor for name, tensor in sent.items()}
-        rollouts.pool.update_weights(odd.items(), 1)
-        assert not rollouts.pool.serving
-
-
 @pytest.fixture(scope="module")
 def vlm_url(vlm, tmp_path_factory):
     """Address of a real server for adapters of `vlm`."""
@@ -137,11 +126,7 @@ def vlm_url(vlm, tmp_path_factory):
 def test_adapters_below_a_vision_tower(vlm, vlm_url):
     """The language model's, on prompts with images and without."""
     fields = {"use_peft": True, "lora_rank": 4, "lora_target_modules": ["q_proj", "o_proj"]}
-    config = images.make_config(vlm, vlm_url, **fields)
-    with process_group(120) as device, closing(Rollouts(config, device)) as rollouts:
-        policy = build_policy(config, device, rollouts.example)
-        config = share_prefixes(policy, config, rollouts.example)
-        rollouts.publish(policy, 0)
+    with images.on_server(vlm, vlm_url, **fields) as (rollouts, policy, config, device):
         for version in (1, 2):
             images.changed(policy)
             rollouts.publish(policy, version)
@@ -150,10 +135,7 @@ def test_adapters_below_a_vision_tower(vlm, vlm_url):
 
 
 def test_adapters_of_a_vision_tower_are_refused(vlm, vlm_url):
-    """By the name of the first, at the first sync."""
-    said = "no place for the adapters of .* such as visual"
-    config = images.make_config(vlm, vlm_url, use_peft=True, lora_rank=4)
-    with process_group(120) as device, closing(Rollouts(config, device)) as rollouts:
-        policy = build_policy(config, device, rollouts.example)
-        with pytest.raises(ServerError, match=said):
-            rollouts.publish(policy, 0)
+    """By the name of the first, at the first sync: vLLM would leave them out, and say nothing."""
+    refused = pytest.raises(ServerError, match="no place for the adapters of .* such as visual")
+    with refused, images.on_server(vlm, vlm_url, use_peft=True, lora_rank=4):
+        pass

@@ -8,32 +8,31 @@ import subprocess
 from functools import cache
 
 import pytest
-from documents import DOCUMENTS, README, TRANSLATION, blocks, cells, commands, inline, metrics, own
+from documents import DOCUMENTS, README, TRANSLATION, blocks, commands, inline, metrics
 from helpers import ROOT
-from test_readme import PLAIN_LOOP, TRAINING, make_clone
+from test_readme import BLOCKS, FOLDERS, PLAIN_LOOP, TRAINING, make_clone
 
 from config import TrainConfig, parse_args
 from rollouts.servers import server_urls
 
 ROOMS = ("rollouts", "training", "weights", "server")
-FOLDERS = (*ROOMS, "recipes", "scripts", "benchmarks")
 CORE = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
 HOUSE = (ROOT / "docs" / "house.svg").read_text()
 # Files that are imported only where a setting needs them, as the picture draws them.
 ONLY_WHERE_USED = set(re.findall(r' rare"/>\n<text [^>]*class="name">([\w.]+)<', HOUSE))
-OPTIONS = {  # of the server, and of scripts: no fields
-    "gpu-memory-utilization", "max-model-len", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key",
-    "servers", "print", "doctor", "metrics", "enable-lora", "enable-sleep-mode", "any-vllm", "ssl-keyfile", "ssl-certfile", "versions", "sleep", "max-lora-rank", "served-model-name", "plan", "server_options", "keep", "html", "serve", "kv-cache-memory-bytes", "no-enforce-eager",
-}  # fmt: skip
-# What documents name and no source of ours defines: other programs, their variables, routes, and names of examples.
+# What documents name and no source of ours has: other programs, their options and variables, and names of examples.
 OUTSIDE = frozenset({
-    "True", "torch", "distributed", "torchrun", "vllm", "serve", "ps", "wandb", "datasets", "from_pretrained",
-    "GRPOTrainer", "GRPOConfig", "AsyncGRPOConfig", "actor", "actor_rollout_ref", "rollout", "clip_low", "clip_high",
-    "clip_ratio_c", "CUDA_VISIBLE_DEVICES", "TRACKIO_DIR", "VLLM_MAX_IMAGE_PIXELS", "brevity", "own_loss", "MODEL", "OUTPUT", "PATH",
-    "pairs", "context", "answers", "metrics", "sbatch", "False", "WANDB_NAME", "nohup", "git", "apply", "ssh",
+    "True", "False", "brevity", "OUTPUT", "nohup", "ps", "sbatch", "ssh", "TRACKIO_DIR", "WANDB_NAME",
+    "VLLM_MAX_IMAGE_PIXELS", "--limit-mm-per-prompt", "--no-enforce-eager", "--servers", "--versions",
 })  # fmt: skip
-
-
+ELSEWHERE = "docs/coming-from-elsewhere.md"
+HINTS = json.loads((ROOT / "docs" / "elsewhere.json").read_text())
+OF_OTHERS = frozenset({  # names of other trainers there
+    "GRPOConfig", "AsyncGRPOConfig", "ModelConfig", "algorithm", "class_path", "class_name", "policy_loss", "_mode",
+    "custom_reward_function", "_clip_max", "rollout_correction", "enable", "max_off_policy_threshold", "accelerate",
+    "max_off_policy_strategy", "fsdp2", "high_mean", "critic", "response_length", "pg_clipfrac", "register_attention",
+    "prefix_grouper_attention", "actor", "actor_rollout_ref", "clip_ratio_c", *HINTS,
+})  # fmt: skip
 A_NODE = "for gpu in "  # of docs/scale.md: a server on each GPU
 
 
@@ -44,22 +43,14 @@ def clone(tmp_path_factory):
 
 @cache
 def defined():
-    """Every name that the sources define, every string in them, and how their f-strings begin."""
+    """Every name and every string of the sources, and how their f-strings begin."""
     names, parts = set(OUTSIDE), set()
     for path in [*CORE, *(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))]:
         names.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                    names.add(node.name)
-                case ast.arg():
-                    names.add(node.arg)
-                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                    names.add(name)
-                case ast.JoinedStr(values=[ast.Constant(value=start), *_]):
-                    parts.add(start)
-                case ast.Constant(value=str(text)):
-                    names.add(text)
+            names.update(text for text in vars(node).values() if isinstance(text, str))
+            if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+                parts.add(node.values[0].value)
     for path in ROOT.glob("scripts/*.sh"):
         names.update(re.findall(r"\w+", path.read_text()))
     for path in ROOT.glob("tests/test_*.py"):
@@ -77,9 +68,8 @@ def unexplained(span):
     """The words of inline code that nothing explains: neither a file, a metric, a test nor a name of the sources."""
     is_command = span.startswith(("--", "python ", "bash ", "torchrun ", "pip "))
     is_file = any((ROOT / folder / span).exists() for folder in ("", *FOLDERS))
-    if (
-        is_command or is_file or span in metrics() | defined()[0]
-    ):  # commands have tests of their own
+    # Commands have tests of their own.
+    if is_command or is_file or span in metrics() | defined()[0]:
         return []
     if span.startswith("test_"):
         return [span]
@@ -92,14 +82,18 @@ def unexplained(span):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_names_exist(name):
     """Every field, metric, file, function, test and column that stands in inline code."""
-    unknown = {span: words for span in inline(own(name)) if (words := unexplained(span))}
-    assert not unknown
+    others = OF_OTHERS if name == ELSEWHERE else frozenset()
+    for span in inline(DOCUMENTS[name]):
+        assert not {*unexplained(span)} - others, span
 
 
 def test_where_a_function_lives():
-    """`name` in [file]: the file has it."""
-    said = r"`(\w+)`\s+in\s+\[[\w/.]+\]\((?:\.\./)?([\w/.]+\.py)\)"
-    for function, path in re.findall(said, "".join(DOCUMENTS.values())):
+    """`name` in [file], or [`test`](file): the file has it."""
+    pages = "".join(DOCUMENTS.values())
+    said = re.findall(r"`(\w+)`\s+in\s+\[[\w/.]+\]\((?:\.\./)?([\w/.]+\.py)\)", pages)
+    tests = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/\w+\.py)\)", pages)
+    assert len(tests) > 20
+    for function, path in said + tests:
         source = (ROOT / path).read_text()
         assert re.search(rf"^(def |class |){function}\b", source, re.MULTILINE), function
 
@@ -170,14 +164,14 @@ def test_every_command_is_run_by_a_test():
     own = [f"python scripts/{name}.py " for name in names]
     scripts = ("bash scripts/demo.sh", "bash scripts/test.sh", *own)
     others = ("source .venv/bin/activate", "until python vllm_server.py ")
+    for block in BLOCKS:
+        if block in TRAINING or block[-1].startswith(PLAIN_LOOP) or block[0].startswith(A_NODE):
+            continue
+        for line in block:
+            assert line.startswith((*scripts, *others)), line
+            if line.startswith(scripts):
+                check_options(line)
     for text in DOCUMENTS.values():
-        for block in commands(text):
-            if block in TRAINING or block[-1].startswith(PLAIN_LOOP) or block[0].startswith(A_NODE):
-                continue
-            for line in block:
-                assert line.startswith((*scripts, *others)), line
-                if line.startswith(scripts):
-                    check_options(line)
         for span in inline(text):
             if span.startswith(("python ", "bash ")):
                 check_options(span)
@@ -204,12 +198,13 @@ def test_flags(clone, monkeypatch):
     """Every `--field value` of the documents is accepted beside README's recipe, and has an effect."""
     monkeypatch.chdir(clone)
     for name in DOCUMENTS:
-        for span in inline(own(name)):
-            field = span.split()[0].removeprefix("--").partition("=")[0]
-            if not span.startswith("--") or field in OPTIONS:
+        for span in inline(DOCUMENTS[name]):
+            option = span.split()[0].partition("=")[0]
+            if not span.startswith("--"):
                 continue
-            assert field in TrainConfig.__dataclass_fields__, (name, span)
-            if " " in span:
+            if option.removeprefix("--") not in TrainConfig.__dataclass_fields__:
+                assert is_defined(option), (name, span)
+            elif " " in span:
                 parse_args(["my_recipe.py", *shlex.split(span)])
 
 
@@ -237,16 +232,10 @@ def in_order(text):
 
 
 def in_any_order(text):
-    """And: inline code, that of each row of a table, links, numbers."""
-    rows = [cells(line) for line in text.splitlines() if line.startswith("|")]
+    """And: inline code, links, numbers."""
     links = re.findall(r"\]\(([^)]+)\)", text.replace("(README.md)", "(README.zh.md)"))
     numbers = re.findall(r"\d+(?:\.\d+)?", text)
-    return [
-        sorted(inline(text)),
-        *(sorted(inline(" ".join(row))) for row in rows),
-        sorted(links),
-        sorted(numbers),
-    ]
+    return sorted(inline(text)), sorted(links), sorted(numbers)
 
 
 def test_the_translation_says_the_same():

@@ -4,24 +4,12 @@ import re
 
 import pytest
 from doctor import Parts, fitting_tokens, line, other_staleness, predict
-from helpers import RECIPE, ROOT, on_forked_ranks
+from helpers import ROOT, on_forked_ranks, write_recipe
 
 DOCTOR = ROOT / "scripts" / "doctor.py"
 # One server takes 1 + 0.5 * 8 = 5 s for a batch, two take 3 s; the last second is a reward's.
 PARTS = Parts((1.0, 0.5), 8, reward_s=1.0, rows=[0.4, 1.0], train_s=3.0, sync_s=1.0, slowdown=1.5)
 CONSTANT = "\ndef always_one(completions, **_): return [1.0] * len(completions)\n"
-
-
-@pytest.mark.parametrize(
-    ("points", "expected"),
-    [
-        (((2, 5), (4, 9)), (1, 2)),
-        (((2, 9), (4, 8)), (8, 0)),  # noise: it would fall
-        (((2, 1), (4, 8)), (0, 2)),  # noise: it would begin at -6
-    ],
-)
-def test_line(points, expected):
-    assert line(*points) == expected
 
 
 def test_what_fits():
@@ -76,8 +64,7 @@ def test_which_staleness_is_faster(slowdown, hidden_s):
 
 
 def test_a_run_without_servers(tmp_path):
-    (tmp_path / "recipe_replay.py").write_text(RECIPE.format(model="m", urls=[], output="o"))
-    done = on_forked_ranks(0, DOCTOR, tmp_path / "recipe_replay.py")
+    done = on_forked_ranks(0, DOCTOR, write_recipe(tmp_path, "m"))
     assert done.returncode == 1
     assert re.fullmatch("error: vllm_urls names no server.*\n", done.stderr)
 
@@ -85,9 +72,9 @@ def test_a_run_without_servers(tmp_path):
 @pytest.fixture
 def place(models, servers, tmp_path):
     """A recipe for a real server, whose output_dir has a run."""
-    path = tmp_path / f"recipe_{tmp_path.name}.py"
-    text = RECIPE.format(model=models["tied"], urls=[servers["tied"]], output=str(tmp_path / "run"))
-    path.write_text(text.replace("rows,", "rows, eval_dataset_id=rows,") + CONSTANT)
+    path = write_recipe(tmp_path, models["tied"], [servers["tied"]])
+    text = path.read_text().replace("rows,", "rows, eval_dataset_id=rows,")
+    path.write_text(text + CONSTANT)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     return path

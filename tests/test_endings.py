@@ -11,6 +11,8 @@ import torch
 from helpers import ROOT, change, checkpoints_of, flags, on_forked_ranks, read
 from test_resume import assert_identical, weights
 
+import train
+import training.logs
 from config import UserError, parse_args
 from rollouts.rollouts import Rollouts
 from train import main
@@ -88,44 +90,31 @@ def failing(function, last, error):
     return called
 
 
+FULL = torch.OutOfMemoryError("no memory")
+
+
 @pytest.mark.parametrize(
-    ("place", "calls_a_step", "error", "step"),  # that is saved
+    ("owner", "name", "call", "error", "saved"),
     [
-        ("train.grpo_loss", 1, torch.OutOfMemoryError("no memory"), 2),
-        ("train.grpo_loss", 1, SystemExit("enough"), 2),
-        ("training.logs.encoded", 4, PermissionError("read only"), 3),
-        ("training.logs.batch_metrics", 1, KeyError("no such"), 3),
+        # In step 3, or on the way to it; threads hear of it later.
+        (train, "grpo_loss", 3, FULL, (2, 3)),
+        (train, "grpo_loss", 3, SystemExit("enough"), (2, 3)),
+        (training.logs, "encoded", 2 * 4 + 1, PermissionError("read only"), (3, 4)),
+        (training.logs, "batch_metrics", 3, KeyError("no such"), (3, 4)),
+        # Half an update: no folder of the step before may get its weights.
+        (Rollouts, "end_batch", 3, FULL, ()),
+        # Step 2 of AdamW, over two groups; a step before the first fills in the state.
+        (sys.modules["torch.optim.adam"], "adam", 2 * 2 + 2, FULL, ()),  # torch.optim hides it
     ],
 )
 def test_any_error_saves_the_last_whole_step(
-    trained, tmp_path, monkeypatch, place, calls_a_step, error, step
+    trained, tmp_path, monkeypatch, owner, name, call, error, saved
 ):
-    """It comes in step 3, or on the way to it."""
-    module, _, name = place.rpartition(".")
-    function = getattr(sys.modules[module], name)
-    monkeypatch.setattr(place, failing(function, 2 * calls_a_step + 1, error))
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name), call, error))
     with pytest.raises((type(error), UserError)):
         trained(batch_size=8)
-    (saved,) = checkpoints_of(tmp_path / "run")
-    assert saved in (f"checkpoint-{step}", f"checkpoint-{step + 1}")  # threads hear of it later
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "call"),
-    [
-        # Between the optimizer's step and the end of its batch.
-        (Rollouts, "end_batch", 3),
-        # In the middle of AdamW's step 2: of two groups; a step before the first fills in the state.
-        (sys.modules["torch.optim.adam"], "adam", 2 * 2 + 2),  # torch.optim hides the module
-    ],
-)
-def test_half_an_update_is_not_saved(trained, tmp_path, monkeypatch, owner, name, call):
-    """Some weights have moved, or all, and no folder of the step before may get them."""
-    half = failing(getattr(owner, name), call, torch.OutOfMemoryError("half way"))
-    monkeypatch.setattr(owner, name, half)
-    with pytest.raises(torch.OutOfMemoryError):
-        trained()
-    assert not checkpoints_of(tmp_path / "run")
+    allowed = [[f"checkpoint-{step}"] for step in saved] or [[]]
+    assert checkpoints_of(tmp_path / "run") in allowed
 
 
 def test_a_rollout_that_fails_now_and_then_is_left_out(command, trained, tmp_path):
@@ -159,7 +148,7 @@ def test_half_a_surrogate_pair_is_escaped(command, trained, tmp_path):
     assert notes == [{"a&#55357;": ["&#55357;", None]}] * 24
 
 
-# -- Damaged checkpoints -----------------------------------------------------------------------------------------------
+# -- Damaged files -----------------------------------------------------------------------------------------------------
 
 FILES = [
     "trainer/state.pt", "trainer/config.json", "trainer/.metadata", "trainer/__0_0.distcp", "model.safetensors",
@@ -188,20 +177,16 @@ def test_a_damaged_checkpoint_is_named(trained, tmp_path):
         assert re.search(told, line := refusal()), (name, size, line)
         file.write_bytes(whole)
 
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text(f"{metrics.read_text().splitlines()[0]}\ngarbage\n")
+    assert f"{metrics} has a damaged line: remove it" in refusal()
+
     # As after a copy that was broken off: the index lists what there must be.
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     (checkpoint / "model.safetensors").rename(checkpoint / names[0])
     index = {"metadata": {}, "weight_map": {"a": names[0], "b": names[1]}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     assert re.search(f"the weights of {checkpoint} cannot .*{names[1]}", refusal())
-
-
-def test_a_damaged_line_of_the_log(trained, tmp_path):
-    trained(max_steps=2)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.write_text(f"{metrics.read_text().splitlines()[0]}\ngarbage\n")
-    with pytest.raises(UserError, match=f"{metrics} has a damaged line: remove it"):
-        trained(resume_from_checkpoint="auto")
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
@@ -212,11 +197,11 @@ PUSHED = {"push_to_hub": True, "hub_repo_id": "me/it"}
 class Hub:
     """One that takes everything."""
 
-    def create_repo(self, repo_id, **options):
-        pass
+    def create_repo(self, repo_id, private, exist_ok):
+        assert (repo_id, private, exist_ok) == ("me/it", True, True)
 
     def auth_check(self, repo_id, write):
-        assert write
+        assert (repo_id, write) == ("me/it", True)
 
 
 @pytest.mark.parametrize("question", ["create_repo", "auth_check"])
@@ -250,13 +235,11 @@ def test_a_hub_that_takes_nothing_is_known_at_the_start(
 
 def test_an_upload_that_fails_keeps_the_checkpoint(command, tmp_path, monkeypatch):
     """One line says how to upload by hand; and the same command, resumed, tries again."""
-    uploaded = []
-
-    def fail(self, **options):
-        raise ConnectionError("the hub\nis away")
-
+    uploaded: list[dict] = []
+    note = lambda _, **options: uploaded.append(options)
+    upload = failing(note, 1, ConnectionError("the hub\nis away"))
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    monkeypatch.setattr(Hub, "upload_folder", fail, raising=False)
+    monkeypatch.setattr(Hub, "upload_folder", upload, raising=False)
     checkpoint = tmp_path / "run" / "checkpoint-4"
     words = command(**PUSHED, resume_from_checkpoint="auto")
     with pytest.raises(UserError) as raised:
@@ -265,9 +248,9 @@ def test_an_upload_that_fails_keeps_the_checkpoint(command, tmp_path, monkeypatc
     assert f"`hf upload me/it {checkpoint} . --exclude 'trainer/*'`" in line
     assert line.endswith("ConnectionError: the hub is away")
     assert find_start(parse_args(words))[0] == checkpoint
-    assert (checkpoint / "model.safetensors").exists()
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "trainer"} <= names
 
-    upload = lambda _, **options: uploaded.append(options["folder_path"])
-    monkeypatch.setattr(Hub, "upload_folder", upload)
     main(parse_args(words))
-    assert uploaded == [checkpoint]
+    given = {"repo_id": "me/it", "folder_path": checkpoint, "ignore_patterns": "trainer/*"}
+    assert uploaded == [given]

@@ -12,7 +12,8 @@ import fake_server as fakes
 import pytest
 import torch
 import versions
-from helpers import ENV, ROOT, change, flags, free_port, on_forked_ranks, steps_of
+from helpers import ENV, ROOT, change, finished, flags, on_forked_ranks, steps_of, write_program
+from launch import free_port
 from test_config import make as make_config
 
 from config import UserError, describe, parse_args
@@ -24,8 +25,6 @@ from training.checkpoints import find_start
 from training.model import build_policy, share_prefixes, with_bf16
 from utils import process_group
 from vllm_client import ServerError
-
-# -- versions, drivers, ranks ----------------------------------------------------------------------------------------
 
 
 def pins(name):
@@ -158,24 +157,16 @@ def test_the_suite_is_one_of_the_cpu(tmp_path, driver, words, folder, lock, visi
         shutil.copytree(ROOT / copied, tmp_path / copied)
     (tmp_path / "requirements.txt").touch()
     for name, line in MACHINE.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{line}\n")
-        path.chmod(0o755)
-    env = {**ENV, "PATH": f"{tmp_path}:{ENV['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run(
-        ["bash", "scripts/test.sh", *words], env=env | {"DRIVER": driver}, cwd=tmp_path,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        write_program(tmp_path / name, f"#!/bin/sh\n{line}\n")
+    path = f"{tmp_path}:{ENV['PATH']}"
+    env = {**ENV, "PATH": path, "CUDA_VISIBLE_DEVICES": "0", "DRIVER": driver}
+    done = finished("bash", "scripts/test.sh", *words, env=env, cwd=tmp_path)
     if not folder:
         assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {TOO_OLD}\n")
         return
     lines = done.stdout.splitlines()
     assert any(f"-r requirements/{lock}.txt" in line for line in lines)
     assert f"/{folder}/bin/python [{visible}] -m pytest -n 2" in lines[-1]
-
-
-# -- bfloat16 --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -245,11 +236,7 @@ def test_a_run_goes_on_where_a_setting_without_effect_differs(stand_in, recipe, 
     goes_on(bf16=True, beta=0.1, kl_gradient="forward")
 
 
-# -- variables that another job left, and outputs that nobody reads ----------------------------------------------------
-
 MEETING = """
-import os, sys
-sys.path.insert(0, {root!r})
 import torch, torch.distributed as dist
 from utils import exits, process_group
 torch.cuda.is_available = lambda: {has_gpu}
@@ -268,10 +255,10 @@ def variables(words):
     return dict(word.split("=") for word in words.split())
 
 
-def meet(tmp_path, num_ranks, env, timeout_s=30, has_gpu=False):
+def meet(tmp_path, left, timeout_s=30, has_gpu=False):
     path = tmp_path / "meet.py"
-    path.write_text(MEETING.format(root=str(ROOT), timeout_s=timeout_s, has_gpu=has_gpu))
-    return on_forked_ranks(num_ranks, path, env=env, timeout_s=90)
+    path.write_text(MEETING.format(timeout_s=timeout_s, has_gpu=has_gpu))
+    return on_forked_ranks(0, path, env=variables(left), timeout_s=90)
 
 
 NOWHERE = "MASTER_ADDR=nowhere.invalid MASTER_PORT=1"
@@ -290,7 +277,7 @@ HALF = "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0"
 )
 def test_variables_that_mean_nothing_are_ignored(tmp_path, left, has_gpu):
     """A rank of no world, or a world of one: it trains alone, on the first GPU."""
-    done = meet(tmp_path, 0, variables(left), has_gpu=has_gpu)
+    done = meet(tmp_path, left, has_gpu=has_gpu)
     assert done.stdout == "world of 1 rank 0" + " cuda:0" * has_gpu + "\n", done.stderr
 
 
@@ -306,19 +293,9 @@ def test_variables_that_mean_nothing_are_ignored(tmp_path, left, has_gpu):
 )
 def test_half_a_world_is_one_line(tmp_path, left, why):
     """Neither a wait for ranks that nobody starts, nor a traceback."""
-    left = left.replace("FREE", str(free_port()))
-    done = meet(tmp_path, 0, variables(left), timeout_s=2)
+    done = meet(tmp_path, left.replace("FREE", str(free_port())), timeout_s=2)
     assert done.returncode == 1
     assert re.fullmatch(rf"error( on rank 1)?: .*{why}.*\n", done.stderr), done.stderr
-
-
-@pytest.mark.server
-def test_ranks_of_any_launcher_meet(tmp_path):
-    """They have the variables, and no torchrun."""
-    done = meet(tmp_path, 2, {})
-    waits = [f"rank {rank} waits for the others: to train alone, unset RANK" for rank in (0, 1)]
-    lines = [*waits, "world of 2 rank 0", "world of 2 rank 1"]
-    assert sorted(done.stdout.splitlines()) == lines, done.stderr
 
 
 OUTPUTS = {"no stdout": ">&-", "neither": "<&- >&- 2>&-", "no reader": "> >(:) 2>&1"}

@@ -1,29 +1,16 @@
-"""docs/evidence.md, results.md and scale.md against what they cite: tests, results, curves."""
+"""docs/evidence.md, results.md and scale.md against what they cite: results and curves."""
 
 import json
 import re
-import statistics
-import sys
 
+import plot
 import pytest
 from documents import DOCUMENTS
 from helpers import ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import plot
-
 PAGE = DOCUMENTS["docs/evidence.md"]
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = sorted(path.name for path in (ROOT / "docs" / "runs").iterdir())
-
-
-def test_the_tests_that_it_names_are_there():
-    named = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/\w+\.py)\)", PAGE)
-    assert len(named) > 20
-    assert len(named) == len(re.findall(r"`test_\w+`", PAGE))
-    for name, file in named:
-        assert f"\ndef {name}(" in (ROOT / file).read_text(), (name, file)
 
 
 def rows_of(name, machine="amd-epyc-2-cores"):
@@ -49,10 +36,8 @@ def test_figures_of_parity():
     layouts = [row for row in losses if row["setting"] in ("clips and TIS", "TIS")]
     settings = [row for row in losses if row not in layouts]
     runs = [row for row in rows if row["part"] == "run"]
-    assert (len({row["setting"] for row in settings}), len({r["layout"] for r in layouts})) == (
-        14,
-        8,
-    )
+    assert len({row["setting"] for row in settings}) == 14
+    assert len({row["layout"] for row in layouts}) == 8
     assert sorted(row["updates"] for row in runs) == [4, 4, 8, 8]
     for said, figures in (
         ("| 14 settings, in float64", largest(settings, "loss", "gradient")),
@@ -125,35 +110,29 @@ def curves(svg):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_curves(run):
-    """`docs/runs/<name>` or `<name>-<seed>` is what the picture shows; the page has its first and last evaluation."""
+    """The page has a run's picture, and its first and last evaluation."""
     picture = ROOT / "docs" / f"curves-{run.partition('-')[0]}.svg"
     assert f"]({picture.name})" in PAGE
     rows = plot.read_metrics(ROOT / "docs" / "runs" / run)
-    kept = [picture, *(ROOT / "docs" / "runs" / run).rglob("*.*")]
-    assert sum(path.stat().st_size for path in kept) < 650_000
     held_out = [row for row in rows if "eval/reward" in row]
     is_share = all(row.get("eval/accuracy") == row["eval/reward"] for row in held_out)
     ends = [held_out[place]["eval/reward"] for place in (0, -1)]
     said = " to ".join(f"{100 * end:.1f} %" if is_share else f"{end:.3f}" for end in ends)
     assert said in PAGE.replace("\n", " ")
-    drawn = [curve for curve in curves(picture) if len({*curve}) > 1]
-    for metric in ("reward", "eval/reward"):
-        values = [row[metric] for row in rows if metric in row]
-        fitting = [curve for curve in drawn if len(curve) == len(values)]
-        assert min(statistics.correlation(curve, values) for curve in fitting) < -0.9999, metric
 
 
 def test_the_commands_draw_the_pictures(tmp_path, monkeypatch, capsys):
     """Those of the page, again: all words are the same, and all points to a tenth of one."""
+    words_of = lambda svg: re.findall(r">([^<>]*)</text>", svg.read_text("utf-8"))
     commands = re.findall(r"^python scripts/plot.py (docs/runs/.*) -o docs/(.*)$", PAGE, re.M)
-    assert {name for _, name in commands} == {f"curves-{run.partition('-')[0]}.svg" for run in RUNS}
+    drawn_in = [
+        (run, name) for words, name in commands for run in re.findall(r"docs/runs/(\S+)", words)
+    ]
+    assert sorted(drawn_in) == [(run, f"curves-{run.partition('-')[0]}.svg") for run in RUNS]
     monkeypatch.chdir(ROOT)
     for words, name in commands:
         plot.main([*words.split(), "-o", str(tmp_path / name)])
         ours, theirs = tmp_path / name, ROOT / "docs" / name
-        texts = [
-            re.findall(r">([^<>]*)</text>", path.read_text("utf-8")) for path in (ours, theirs)
-        ]
-        assert texts[0] == texts[1]
+        assert words_of(ours) == words_of(theirs)
         for drawn, kept in zip(curves(ours), curves(theirs), strict=True):
             assert drawn == pytest.approx(kept, abs=0.1)

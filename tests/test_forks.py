@@ -1,16 +1,14 @@
 """docs/forks.md: its diffs apply to the tree as it is, and its recipes train, in a copy of it."""
 
-import json
 import re
 import shutil
-import subprocess
 from operator import attrgetter
 
 import pytest
 import torch
 from documents import DOCUMENTS, blocks
 from fake_server import fake_server
-from helpers import RECIPE, ROOT, flags, on_forked_ranks
+from helpers import RECIPE, ROOT, finished, flags, on_forked_ranks, read
 
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
 from train import compute_advantages
@@ -45,10 +43,7 @@ def tree(tmp_path):
 
 
 def apply(diff, tree):
-    command = ["git", "apply", "-"]
-    done = subprocess.run(
-        command, input=diff, cwd=tree, stderr=subprocess.PIPE, text=True, check=False
-    )
+    done = finished("git", "apply", "-", input=diff, cwd=tree)
     assert done.returncode == 0, done.stderr
 
 
@@ -73,8 +68,7 @@ def train(tree, name, model, server, teacher=None):
     (tree / "here.py").write_text(HERE)
     done = on_forked_ranks(0, tree / "here.py", f"recipes/{name}", *LIKE_IT)
     assert done.returncode == 0, done.stdout + done.stderr
-    files = [(tree / "run" / f"{kind}.jsonl").read_text() for kind in ("metrics", "completions")]
-    metrics, completions = [[*map(json.loads, text.splitlines())] for text in files]
+    metrics, completions = (read(tree, name) for name in ("metrics", "completions"))
     assert [row["step"] for row in metrics] == [1, 2, 3]
     return done.stdout, metrics, completions
 

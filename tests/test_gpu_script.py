@@ -1,17 +1,15 @@
 """scripts/gpu.sh and the benchmarks that it runs, without a GPU: what runs, what says why not, what a cut run keeps."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ENV, ROOT
+from helpers import ENV, ROOT, finished, write_program
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.common import MODELS, Rows
+from benchmarks.common import MODELS
 from benchmarks.steps import NUM_ROWS, flops, make_config, make_policy
 from utils import process_group
 
@@ -23,11 +21,8 @@ NAMES = "tests, micro, prefix [1.5B|8B], steps, trees, train, ranks, server, run
 ON_CPU = {**ENV, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
 
 
-def gpu_sh(*words, env=ON_CPU, timeout_s=60):
-    command = ["bash", str(ROOT / "scripts" / "gpu.sh"), *map(str, words)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=env, cwd="/", timeout=timeout_s, check=False
-    )
+def gpu_sh(*words, env=ON_CPU, timeout=60):
+    return finished("bash", ROOT / "scripts" / "gpu.sh", *words, env=env, cwd="/", timeout=timeout)
 
 
 def rows_of(path):
@@ -38,7 +33,7 @@ def rows_of(path):
 def small(tmp_path_factory):
     """The rows of all parts without a GPU: two minutes on two idle cores, six on busy ones."""
     folder = tmp_path_factory.mktemp("small")
-    done = gpu_sh("--out", folder, timeout_s=1200)
+    done = gpu_sh("--out", folder, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "no GPU here: what can run runs small on the CPU" in done.stdout
     for part in PARTS:
@@ -46,20 +41,14 @@ def small(tmp_path_factory):
     return {part: rows_of(folder / f"{part}.json") for part in PARTS}
 
 
-@pytest.fixture
-def stand_in(tmp_path):
-    """A function that makes an interpreter which says its device, and else notes what it was to run, and may hang."""
-
-    def make(device, hangs_in="nothing"):
-        script = tmp_path / "python"
-        script.write_text(
-            f'#!/bin/bash\nif [ "$1" = -c ]; then echo {device}; exit; fi\necho "$@" >> {tmp_path}/ran\n'
-            f'if [ "$1" = benchmarks/{hangs_in}.py ]; then exec sleep 60; fi\n'
-        )
-        script.chmod(0o755)
-        return {**ENV, "PYTHON": str(script), "GPU_PART_SECONDS": "1"}
-
-    return make
+def stand_in(folder, device, hangs_in="nothing"):
+    """The environment of an interpreter that says its device, else notes what it was to run, and may hang."""
+    write_program(
+        folder / "python",
+        f'#!/bin/bash\nif [ "$1" = -c ]; then echo {device}; exit; fi\necho "$@" >> {folder}/ran\n'
+        f'if [ "$1" = benchmarks/{hangs_in}.py ]; then exec sleep 60; fi\n',
+    )
+    return {**ENV, "PYTHON": str(folder / "python"), "GPU_PART_SECONDS": "1"}
 
 
 def test_a_wrong_command_is_one_line():
@@ -74,10 +63,10 @@ def test_a_wrong_command_is_one_line():
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_all_parts_in_order(stand_in, tmp_path, device):
+def test_all_parts_in_order(tmp_path, device):
     """On an emulated GPU at full size; on a CPU small, where there is a small form."""
     out = tmp_path / "out"
-    done = gpu_sh("--out", out, env=stand_in(device))
+    done = gpu_sh("--out", out, env=stand_in(tmp_path, device))
     assert done.returncode == 0, done.stderr
     ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
     assert [words[2] for words in ran] == [str(out / f"{part}.json") for part in PARTS]
@@ -87,20 +76,12 @@ def test_all_parts_in_order(stand_in, tmp_path, device):
     assert sizes == ["1.5B", "8B"]
 
 
-def test_a_part_that_takes_too_long_is_cut(stand_in, tmp_path):
-    done = gpu_sh("--out", tmp_path / "out", env=stand_in("cuda", hangs_in="micro"))
+def test_a_part_that_takes_too_long_is_cut(tmp_path):
+    env = stand_in(tmp_path, "cuda", hangs_in="micro")
+    done = gpu_sh("--out", tmp_path / "out", env=env)
     assert done.returncode == 1
     assert "micro: cut after 1 s\n" in done.stdout
     assert len((tmp_path / "ran").read_text().splitlines()) == len(PARTS)
-
-
-def test_rows_stay_when_a_variant_fails(tmp_path):
-    path = tmp_path / "out.json"
-    rows = Rows(path)
-    rows.measure({"variant": 0}, lambda: [][0])
-    assert rows_of(path) == [{"variant": 0, "error": "IndexError: list index out of range"}]
-    rows.measure({"variant": 1}, lambda: {"ms": 1.0})
-    assert rows_of(path)[1:] == [{"variant": 1, "ms": 1.0}]
 
 
 @pytest.mark.parametrize(
@@ -133,32 +114,16 @@ def test_flops_are_those_of_a_forward_and_backward():
     assert counter.get_total_flops() - expected in (0, of_angles)
 
 
-@pytest.mark.server
-def test_steps(tmp_path):
+@pytest.mark.slow
+def test_steps(small):
     """All modes take the same step, to bf16's rounding: 2⁻⁸ of each product."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "steps.py"), "--quick", "--json"]
-    path = tmp_path / "steps.json"
-    subprocess.run([*command, path], env=ON_CPU, check=True, timeout=120, capture_output=True)
-    rows = rows_of(path)
+    rows = small["steps"]
     modes = [row["mode"] for row in rows]
     assert modes == ["bf16", "fsdp_bf16", "bf16", "fsdp_bf16", "bf16 weights"]
     for method in ("full", "LoRA r16"):
         norms = [row["grad_norm"] for row in rows if row["method"] == method]
         assert max(norms) - min(norms) < 0.01 * max(norms)
     assert all(row["seconds"] > 0 and row["peak_gib"] > 0 for row in rows)
-
-
-@pytest.mark.server
-def test_what_needs_a_gpu_says_so(tmp_path):
-    """Here nvidia-smi answers, but torch sees no GPU."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho an emulated GPU\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    env = {**ON_CPU, "PATH": f"{tmp_path}{os.pathsep}{ENV['PATH']}"}
-    done = gpu_sh("tests", "--out", tmp_path, env=env, timeout_s=120)
-    assert done.returncode == 0, done.stderr
-    assert "nvidia-smi answers, but this torch sees no GPU" in done.stdout
-    (row,) = rows_of(tmp_path / "tests.json")
-    assert "CUDA device" in row["skipped"]
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from config import UserError
 from prefix_attention import attach, pack
 from recipes.losses import entropy_bonus
-from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
+from rollouts.group import Completion, Group, Prompt
 from rollouts.run import open_run
 from train import loss_normalizer, optimizer_step, train_batch
 from training.batching import Dealer
@@ -73,11 +73,6 @@ def dealt(groups, advantages, num_ranks, config):
 
 def updates_of(rows):
     return [row.update for row in rows if row.update]
-
-
-def sizes_of(ranks):
-    """Tokens of each row of each rank."""
-    return [[row.packed.num_tokens for row in rows] for rows in ranks]
 
 
 def make_config(model, **fields):
@@ -136,16 +131,21 @@ def trained_difference(config, device, groups=None):
     return {name: before[name] - weight for name, weight in trainable(policy).items()}
 
 
-def each_completion():
-    """(group's number, completion's, prompt, tokens) of every completion."""
-    for g, group in enumerate(make_groups()):
-        for c, completion in enumerate(group.completions):
-            yield g, c, group.prompt.token_ids, completion.token_ids.tolist()
+def each_completion(groups):
+    """(group's number, completion's, prompt and tokens of each of its segments) of every completion."""
+    for g, group in enumerate(groups):
+        for c, segments in enumerate(group.segments):
+            pairs = []
+            for segment in segments:
+                is_first = segment.prompt_ids is None
+                prompt = torch.tensor(group.prompt.token_ids) if is_first else segment.prompt_ids
+                pairs.append((prompt, segment.token_ids))
+            yield g, c, pairs
 
 
 def plain_distributions(model, prompt, ids, temperature=1.0):
     """The log-probs [n, V] of which a completion was drawn, by a row of its own."""
-    logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    logits = model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1)
 
 
@@ -153,17 +153,22 @@ def plain_logprobs(model, prompt, ids, temperature=1.0):
     return plain_distributions(model, prompt, ids, temperature)[range(len(ids)), ids]
 
 
-def plain_gradient(config):
+def plain_gradient(config, groups=None):
     """Σ over tokens of -A·log p of one plain row at a time, over the normalizer worked out here."""
+    groups = groups or make_groups()
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(config.model_id, dtype=torch.float32)
     model = with_adapter(model, config)
     total, num_tokens = torch.zeros(()), 0
-    for g, c, prompt, ids in each_completion():
+    for g, c, segments in each_completion(groups):
         if config.mask_truncated_completions and (g, c) == TRUNCATED:
             continue
+        parts = []
+        for prompt, ids in segments:
+            parts.append(plain_distributions(model, prompt, ids, config.temperature))
+        of_all = torch.cat(parts)
+        ids = torch.cat([ids for _, ids in segments])
         num_tokens += len(ids)
-        of_all = plain_distributions(model, prompt, ids, config.temperature)
         logprobs = of_all[range(len(ids)), ids]
         ratio = (logprobs.detach() + 3.0).exp()  # to the sampler's log-probs
         weight = torch.ones_like(ratio)
@@ -177,7 +182,8 @@ def plain_gradient(config):
         if config.loss_fn is entropy_bonus:
             loss = loss + 0.01 * (of_all.exp() * of_all).sum(-1)
         total = total + (loss.mean() if config.loss_type == "grpo" else loss.sum())
-    (total / {"grpo": 12, "dr_grpo": 12 * 12}.get(config.loss_type, num_tokens)).backward()
+    num = sum(len(group.completions) for group in groups)
+    (total / {"grpo": num, "dr_grpo": num * 12}.get(config.loss_type, num_tokens)).backward()
     return {name: weight.grad for name, weight in named_once(model).items()}
 
 
@@ -288,18 +294,6 @@ def test_a_completion_without_a_reward_is_left_out():
     assert micro.update == (12, NUM_TOKENS - 12)
 
 
-def test_turns_are_joined():
-    first = Completion([5, 6], [-1.0, -2.0], "stop", 3, prompt_ids=[4])
-    last = Completion([9], [-0.5], "length", 3, prompt_ids=[4, 5, 6, 7, 8])
-    joined = first.then([7, 8], last)
-    assert joined.token_ids.tolist() == [5, 6, 7, 8, 9]
-    assert joined.sampler_logprobs.tolist() == [-1.0, -2.0, 0.0, 0.0, -0.5]
-    assert joined.weight_versions.tolist() == [3, 3, ENVIRONMENT, ENVIRONMENT, 3]
-    assert (joined.finish_reason, joined.prompt_ids.tolist()) == ("length", [4])
-    with pytest.raises(ValueError, match="joined to a turn that it was not sampled for"):
-        first.then([7], last)
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 16])
 @pytest.mark.parametrize("max_tokens", [24, 60, 10_000])
 def test_ranks_get_equally_many_rows_and_every_token_once(max_tokens, num_ranks):
@@ -310,21 +304,8 @@ def test_ranks_get_equally_many_rows_and_every_token_once(max_tokens, num_ranks)
     assert [updates_of(rows) for rows in ranks] == [[(12, NUM_TOKENS)]] * num_ranks
     assert all(rows[-1].update for rows in ranks)
     if num_ranks == 2 and max_tokens == 10_000:  # all of the batch would fit a single row
-        sizes = [sum(of_rank) for of_rank in sizes_of(ranks)]
+        sizes = [sum(row.packed.num_tokens for row in rows) for rows in ranks]
         assert max(sizes) < 0.7 * sum(sizes)
-
-
-def test_the_last_rows_are_spread_over_the_ranks():
-    """Of three ranks' five rows the last two become three alike, and no rank gets a filler."""
-    groups = []
-    for number in range(9):  # two take a row
-        completions = [Completion([5 + number] * 20, [-1.0] * 20, "stop", 0)] * 2
-        prompt = Prompt(number, [50 + number], "", {})
-        groups.append(Group(prompt, completions, advantages=[1.0, -1.0]))
-    config = make_config("m", max_tokens_per_gpu=45, batch_size=9)
-    ranks = Dealer(3, config).deal(groups, is_complete=True)
-    assert sizes_of(ranks) == [[40, 20]] * 3
-    assert all(micro.mask.any() for rows in ranks for micro in rows)
 
 
 @pytest.mark.parametrize(
@@ -346,35 +327,17 @@ def test_minibatches_weigh_every_token_alike(loss_type, expected):
     assert loss_normalizer(0, 0, config) > 0
 
 
-NEED_ALL: list[dict[str, Any]] = [
+@pytest.mark.parametrize("fields", [
     {"max_staleness": 1}, {"scale_rewards": "batch"}, {"num_minibatches": 2},
     {"num_iterations": 2}, {"advantage_fn": lambda rewards, groups: rewards},
-]  # fmt: skip
-
-
-def test_training_starts_before_the_batch_is_complete():
-    """A row goes out as soon as the next group does not fit it, to the rank with the fewest tokens."""
+], ids=str)  # fmt: skip
+def test_training_waits_for_the_batch_where_it_must(fields):
+    """Elsewhere it starts once the groups that came fill a row."""
     groups = make_groups()
-    for group in groups:
-        group.advantages = [1.0, 0.0, -1.0]
-    synchronous = {"max_tokens_per_gpu": 40, "max_staleness": 0}
-    dealer = Dealer(1, make_config("m", **synchronous))
-    assert dealer.needs_more(groups[:2])  # 35 tokens
-    assert not dealer.needs_more(groups[:3])
-    first = dealer.deal(groups[:3], is_complete=False)
-    assert first[0][0].packed.group.unique().tolist() == [0, 1]
-    assert dealer.needs_more([])
-    assert not dealer.needs_more(groups[3:])  # beside the third
-    last = dealer.deal(groups[3:], is_complete=True)
-    # Groups of 17, 18, 26 and 24 tokens, without the last of each completion.
-    assert sizes_of(first + last) == [[17 + 18 - 6], [26 - 3, 24 - 3]]
-    assert updates_of(first[0] + last[0][:1]) == []
-    assert updates_of(last[0]) == [(12, NUM_TOKENS)]
-    for fields in NEED_ALL:
-        config = make_config("m", **synchronous | fields)
-        assert Dealer(1, config).needs_more(groups)
-    ranks = dealt(make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=30))
-    assert sizes_of(ranks) == [[14 + 15, 14], [23, 16]]  # the smaller to the rank that has had more
+    config = make_config("m", max_tokens_per_gpu=40, max_staleness=0)
+    assert Dealer(1, config).needs_more(groups[:2])  # 35 tokens
+    assert not Dealer(1, config).needs_more(groups[:3])
+    assert Dealer(1, replace(config, **fields)).needs_more(groups)
 
 
 # -- the policy's log-probs ------------------------------------------------------------------------
@@ -387,7 +350,6 @@ def test_first_ratio_is_one(models, device, fields):
     policy = build_policy(config, device)
     config = share_prefixes(policy, config)
     reference = build_reference(policy, config, device)
-    assert reference is not None
     for micro in dealt(make_groups(), ADVANTAGES, 1, config)[0]:
         assert micro.packed.tree is not None
         trained = token_logprobs(policy, micro.packed, micro.images, config)
@@ -408,8 +370,6 @@ def test_sharing_falls_back(models, device, capsys, monkeypatch):
     told = capsys.readouterr().out
     assert "share_prefix is off, each prompt is forwarded once per completion: Qwen3For" in told
     assert "differ from plain rows" in told
-    assert policy.config._attn_implementation == "sdpa"
-    assert all(weight.grad is None for weight in policy.parameters())
     rows = dealt(make_groups(), ADVANTAGES, 1, config)[0]
     assert all(micro.packed.tree is None for micro in rows)
 
@@ -514,10 +474,7 @@ def test_a_reference_that_moves(kind, models, device):
 
 
 def test_several_updates_on_one_batch(models, device):
-    """Two passes of two mini-batches with KL and an adapter, against the same written out.
-
-    Corrections are of the policy before the first update, in the second pass, too.
-    """
+    """Two passes of two mini-batches with KL, an adapter, and corrections of the policy before all of them."""
     config = make_config(
         models["tied"], max_tokens_per_gpu=40, use_peft=True, lora_rank=4, beta=0.3,
         num_iterations=2, num_minibatches=2, epsilon=0.05, off_policy_correction="truncate",
@@ -530,7 +487,7 @@ def test_several_updates_on_one_batch(models, device):
     metrics, _ = train_batch(policy, reference, *sgd(policy, 0.05), batch, config, device)
 
     optimizer, _ = sgd(model, 0.05)
-    rows = [*each_completion()]
+    rows = [(g, c, *segment) for g, c, (segment,) in each_completion(make_groups())]
     with torch.no_grad():
         old = {row[:2]: plain_logprobs(model, *row[2:]) for row in rows}
         with model.disable_adapter():
@@ -576,10 +533,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 def test_a_generation_config_that_could_not_be_saved(models, tmp_path, file):
-    """Defaults that transformers loads and refuses to save: the last checkpoint would fail.
-
-    It keeps them, and all others of the model; and so does one of a run that goes on from it.
-    """
+    """Defaults that transformers loads and refuses to save: each checkpoint has them, and all others of the model."""
     folder = shutil.copytree(models["tied"], tmp_path / "model")
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | REFUSED))
     if file == "config.json":

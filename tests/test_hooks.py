@@ -5,13 +5,12 @@ import random
 import statistics
 from functools import partial
 from statistics import mean
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from documents import DOCUMENTS, blocks
-from helpers import table
+from helpers import make_tokenizer, table
 from test_config import make as make_config
 
 from recipes import advantages, insert_reasoning, losses
@@ -42,73 +41,62 @@ def std(values):
 
 
 def per_reward(function, rewards):
-    """`function(reward, the group's valid rewards, where among them)` of each, 0 where there is none."""
-    rows = []
-    for row in rewards:
-        of_row = []
-        for place, reward in enumerate(row):
-            is_none = math.isnan(reward)
-            before = len(valid(row[:place]))
-            of_row.append(0.0 if is_none else function(reward, valid(row), before))
-        rows.append(of_row)
-    return rows
+    """`function(reward, the group's valid rewards)` of each; NaN stays NaN."""
+    return [[r if math.isnan(r) else function(r, valid(row)) for r in row] for row in rewards]
 
 
-def over_batch(rows, rewards):
-    """Normalized over what has a reward."""
-    pairs = [[*zip(*pair, strict=True)] for pair in zip(rows, rewards, strict=True)]
-    counted = [value for pair in pairs for value, reward in pair if not math.isnan(reward)]
+def over_batch(rows):
+    """Normalized over what is not NaN."""
+    counted = [value for row in rows for value in valid(row)]
     middle, scale = mean(counted), std(counted) + 1e-4
-    return [[0.0 if math.isnan(r) else (v - middle) / scale for v, r in pair] for pair in pairs]
-
-
-def as_tensor(rewards):
-    return torch.tensor(rewards, dtype=torch.float64)
+    return [[(value - middle) / scale for value in row] for row in rows]
 
 
 def check(got, wanted):
-    torch.testing.assert_close(got, as_tensor(wanted), rtol=1e-12, atol=1e-12)
+    """Where there is no reward, the advantage is 0."""
+    torch.testing.assert_close(got, table(wanted).nan_to_num(0.0), rtol=1e-12, atol=1e-12)
 
 
-def plain_rloo(reward, row, place):
-    others = row[:place] + row[place + 1 :]
-    return reward - mean(others) if others else 0.0
+def plain_rloo(reward, row):
+    num_others = len(row) - 1
+    return reward - (sum(row) - reward) / num_others if num_others else 0.0
 
 
-def plain_maxrl(reward, row, place):
+def plain_maxrl(reward, row):
     return (reward - mean(row)) / mean(row) if mean(row) > 0 else 0.0
 
 
 def test_advantages():
-    check(advantages.rloo(as_tensor(REWARDS), []), per_reward(plain_rloo, REWARDS))
-    check(advantages.maxrl(as_tensor(REWARDS), []), per_reward(plain_maxrl, REWARDS))
-    check(advantages.maxrl(as_tensor([[-1.0, 0.5]]), []), [[0.0, 0.0]])  # a mean below 0
-    centred = per_reward(lambda reward, row, _: reward - mean(row), REWARDS)
-    check(advantages.reinforce_plus_plus(as_tensor(REWARDS), []), over_batch(centred, REWARDS))
+    rewards = table(REWARDS)
+    check(advantages.rloo(rewards, []), per_reward(plain_rloo, REWARDS))
+    check(advantages.maxrl(rewards, []), per_reward(plain_maxrl, REWARDS))
+    check(advantages.maxrl(table([[-1.0, 0.5]]), []), [[0.0, 0.0]])  # a mean below 0
+    centred = per_reward(lambda reward, row: reward - mean(row), REWARDS)
+    check(advantages.reinforce_plus_plus(rewards, []), over_batch(centred))
 
 
 def test_gdpo():
     """Two functions; the first does not apply to some completions, and neither to one."""
     first = [[1.0, 0.0, NAN, 0.0], [5.0, 5.0, 5.0, 5.0], [NAN, NAN, 3.0, 4.0]]
     second = [[0.2, 0.4, NAN, 0.1], [0.0, 1.0, 0.0, 7.0], [1.0, 2.0, 3.0, NAN]]
-    both = torch.stack([as_tensor(first), as_tensor(second)], dim=2)  # [groups, completions, 2]
+    both = torch.stack([table(first), table(second)], dim=2)  # [groups, completions, 2]
     groups = [Group(Prompt(0, [5], "", {}), rewards=rewards) for rewards in both]
     given = (10 * both.nansum(2)).masked_fill(both.isnan().all(2), NAN)
     given[1, 3] = NAN  # it counts in its group's statistics, and not in the batch's
 
-    def one(r, row, _):
+    def one(r, row):
         return (r - mean(row)) / (std(row) + 1e-4)
 
-    summed = as_tensor(per_reward(one, first)) + as_tensor(per_reward(one, second))
-    wanted = over_batch(summed.tolist(), given.tolist())
-    check(advantages.gdpo(given, groups), wanted)
+    of_first, of_second = (table(per_reward(one, each)).nan_to_num() for each in (first, second))
+    summed = (of_first + of_second).masked_fill(given.isnan(), NAN)
+    check(advantages.gdpo(given, groups), over_batch(summed.tolist()))
 
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus", "maxrl", "gdpo"])
 @pytest.mark.parametrize("rewards", [[[NAN, NAN]], [[2.0, NAN]], [[1.0, 1.0], [0.0, 0.0]]])
 def test_nothing_to_compare(name, rewards):
     groups = [Group(Prompt(0, [5], "", {}), rewards=table([r] for r in row)) for row in rewards]
-    found = getattr(advantages, name)(as_tensor(rewards), groups)
+    found = getattr(advantages, name)(table(rewards), groups)
     assert found.tolist() == [[0.0, 0.0]] * len(rewards)
 
 
@@ -178,13 +166,15 @@ PLAIN = [  # a loss, the same in plain words, what it counts, and how many token
 LOSSES = [loss_fn for loss_fn, *_ in PLAIN]
 
 
-def run(loss_fn, config, new=NEW, old=OLD, ref=None, mask=MASK, dtype=torch.float64):
+def run(
+    loss_fn, config, new=NEW, old=OLD, ref=None, advantage=ADVANTAGE, mask=MASK, dtype=torch.float64
+):
     logprobs = torch.tensor(new, dtype=dtype, requires_grad=True)
     others = [
         None if values is None else torch.tensor(values, dtype=dtype)
-        for values in (old, ref, ADVANTAGE, mask)
+        for values in (old, ref, advantage, mask)
     ]
-    loss, sums = loss_fn(logprobs, *others, torch.tensor(COMPLETION), config)
+    loss, sums = loss_fn(logprobs, *others, torch.tensor(COMPLETION[: len(new)]), config)
     check_loss(loss, sums)  # the trainer takes it
     loss.backward()
     assert logprobs.grad is not None
@@ -230,35 +220,25 @@ def test_losses(loss_fn, plain, expected, loss_type, beta):
     ],
 )
 def test_dppo_of_one_token(loss_fn, new, old, advantage, gradient):
-    logprobs = torch.tensor([new], requires_grad=True)
-    others = (torch.tensor([old]), None, torch.tensor([advantage]), torch.ones(1))
-    loss_fn(logprobs, *others, torch.zeros(1, dtype=torch.long), make_config())[0].backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.item() == pytest.approx(gradient)
+    one = {"new": [new], "old": [old], "advantage": [advantage], "mask": [1.0]}
+    assert run(loss_fn, make_config(), **one)[1] == pytest.approx([gradient])
 
 
-@pytest.mark.parametrize("mask", [[0.0] * 11, [False] * 11])
-@pytest.mark.parametrize("loss_fn", LOSSES)
-def test_a_mask_of_zeros(loss_fn, mask):
-    """A filler row, whatever stands in it."""
-    odd = [-INF, INF, NAN, -INF, -1.0, 0.0, 1e30, -1e30, NAN, INF, 0.0]
-    config = make_config(beta=0.1, loss_type="grpo")
-    loss, gradient, sums = run(loss_fn, config, new=odd, ref=odd[::-1], mask=mask)
-    assert (loss, gradient) == (0.0, [0.0] * 11)
-    assert set(sums.values()) <= {0.0}
-
-
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_extremes(loss_fn, dtype):
-    """Masked infinities stay out, and log-ratios beyond any exp give finite gradients."""
-    new = [-1e4, -INF, -1e-9, -50.0, 0.0, -1e-30, -1e3, -1.0, 0.0, -30.0, INF]
+def test_extremes(loss_fn, dtype, loss_type):
+    """Masked infinities stay out, and log-ratios beyond any exp give finite gradients; a filler row gives none."""
+    new = [-1e4, NAN, -1e-9, -50.0, 0.0, -1e-30, -1e3, -1.0, 0.0, -30.0, INF]
     old = [-1.0, INF, -80.0, -1e-9, -1e4, 0.0, -1e-3, -1.0, -30.0, 0.0, INF]
     ref = [0.0, NAN, -1e4, -1.0, -1e4, -2.0, 0.0, -1.0, 0.0, 0.0, -INF]
-    config = make_config(beta=0.1)
-    loss, gradient, sums = run(loss_fn, config, new=new, old=old, ref=ref, dtype=dtype)
+    config = make_config(beta=0.1, loss_type=loss_type)
+    row: Any = {"new": new, "old": old, "ref": ref, "dtype": dtype}
+    loss, gradient, sums = run(loss_fn, config, **row)
     assert all(map(math.isfinite, [loss, *gradient, *sums.values()]))
     assert gradient[1] == gradient[10] == 0.0
+    loss, gradient, sums = run(loss_fn, config, **row, mask=[0.0] * 11)
+    assert {loss, *gradient, *sums.values()} == {0.0}
 
 
 # -- majority votes --------------------------------------------------------------------------------------------------
@@ -268,61 +248,52 @@ BOXED = [r"so \boxed{\frac12}", r"\boxed{1/2} it is", r"no, \boxed{3}", r"\boxed
 
 
 @pytest.mark.parametrize(
-    ("completions", "votes"),
+    ("completions", "votes", "is_right"),
     [
-        ([*BOXED, r"it is \boxed{3", "3"], [1, 1, 0, 1, 0, 0]),
-        (["7", " 8\n", "8 ", "9"], [0, 1, 1, 0]),
-        (["7", "8", "8", "7"], [1, 0, 0, 1]),  # of equally many, the first
-        (["", " ", r"\boxed{4", "5"], [0, 0, 0, 1]),  # no answer has no vote
-        (["", ""], [0, 0]),
+        ([*BOXED, r"it is \boxed{3", "3"], [1, 1, 0, 1, 0, 0], False),
+        (["7", " 8\n", "8 ", "9"], [0, 1, 1, 0], True),
+        ([r"\boxed{8}", "7", "8", "9"], [1, 0, 1, 0], True),
+        (["7", "8", "8", "7"], [1, 0, 0, 1], False),  # of equally many, the first
+        (["", " ", r"\boxed{4", "5"], [0, 0, 0, 1], False),  # no answer has no vote
+        (["", ""], [0, 0], False),
     ],
 )
-def test_majority_vote(completions, votes):
+def test_majority(completions, votes, is_right):
+    """Where 8 is right."""
+    size = len(completions)
     assert majority_vote(completions=completions, completion_ids=[]) == votes
-
-
-@pytest.mark.parametrize(
-    ("completions", "is_right"),
-    [
-        (["7", " 8", "8", "9"], True),
-        ([r"\boxed{8}", "7", "8", "9"], True),
-        (["7", "8", "7", "9"], False),  # though one is right
-        (["", "", "", ""], False),
-    ],
-)
-def test_majority_is_right(completions, is_right):
-    assert majority_is_right(completions=completions, answer=["8"] * 4) == [is_right] * 4
+    assert majority_is_right(completions=completions, answer=["8"] * size) == [is_right] * size
 
 
 # -- inserted reasoning ----------------------------------------------------------------------------------------------
 
 PROMPT = Prompt(0, [51, 52, 61], "34=", {})
+TOKENIZER = make_tokenizer()  # whose tokens are characters
+
+
+def ids_of(text):
+    return TOKENIZER(text)["input_ids"]
+
+
+def text_of(completion):
+    return TOKENIZER.decode(completion.token_ids)
 
 
 class Talker:
-    """A server whose tokens are characters: it says `text`, and after a cue `again`, as far as it may."""
+    """A server that says `text`, and after a cue `again`, as far as it may."""
+
+    tokenizer = TOKENIZER
 
     def __init__(self, text, again="9"):
         self.text, self.again, self.asked = text, again, []
-        self.tokenizer = self
-
-    def __call__(self, text, add_special_tokens):
-        return {"input_ids": [*map(ord, text)]}
-
-    def decode(self, token):
-        return chr(token)
 
     def generate(self, prompt, sampling, images=None):
         self.asked.append((list(prompt), sampling))
         text = self.text if list(prompt) == PROMPT.token_ids else self.again
-        said = [*map(ord, text[: sampling["max_tokens"]])]
+        said = ids_of(text)[: sampling["max_tokens"]]
         logprobs = [-0.5 - len(self.asked)] * len(said)
         versions = [3, *[4] * (len(said) - 1)]
         return [Completion(said, logprobs, "stop", versions) for _ in range(sampling["n"])]
-
-
-def text_of(completion):
-    return "".join(map(chr, completion.token_ids.tolist()))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -334,17 +305,14 @@ def test_half_of_a_group_thinks_again(n, monkeypatch):
     completions = insert_reasoning.think_again(talker, PROMPT, sampling)
     plain, rewritten = completions[: n - n // 2], completions[n - n // 2 :]
     assert len(rewritten) == n // 2
-    assert all(
-        text_of(each) == "1234" and ENVIRONMENT not in each.weight_versions for each in plain
-    )
+    assert [text_of(each) for each in plain] == ["1234"] * len(plain)
     assert len(talker.asked) == 1 + n // 2
     for completion in rewritten:  # asked for at once, so in any order
         kept, cue, said = text_of(completion).partition("=?")
-        assert "1234".startswith(kept)
-        assert 0 < len(kept) < 4
+        assert kept in ("1", "12", "123")
         assert cue + said == "=?567"
-        prompt, sampling = [*PROMPT.token_ids, *map(ord, kept + cue)], {"n": 1, "temperature": 1.0}
-        assert (prompt, sampling | {"max_tokens": 8 - len(kept + cue)}) in talker.asked[1:]
+        room = {"n": 1, "max_tokens": 8 - len(kept + cue)}
+        assert ([*PROMPT.token_ids, *ids_of(kept + cue)], sampling | room) in talker.asked[1:]
         is_sampled = completion.weight_versions != ENVIRONMENT
         assert is_sampled.tolist() == [True] * len(kept) + [False] * 2 + [True] * 3
         assert completion.sampler_logprobs[: len(kept)].tolist() == [-1.5] * len(kept)
@@ -357,11 +325,8 @@ def test_what_follows_the_last_cue_is_judged():
 
 
 def test_it_is_cut_after_a_break_and_leaves_room(monkeypatch):
-    """Full stops end with a line break, and letters begin with one."""
     monkeypatch.setattr(insert_reasoning, "BREAK", "\n")
     monkeypatch.setattr(insert_reasoning, "CUE", "=?")
-    written = lambda _, token: ".\n" if chr(token) == "." else "\n" + chr(token)
-    monkeypatch.setattr(Talker, "decode", written)
 
     def said(text, **sampling):
         return insert_reasoning.think_again(Talker(text), PROMPT, {"n": 2, **sampling})
@@ -369,11 +334,11 @@ def test_it_is_cut_after_a_break_and_leaves_room(monkeypatch):
     cuts = set()
     for seed in range(20):
         random.seed(seed)
-        _, completion = said("a.b.c.d.", max_tokens=8)
-        assert len(completion.token_ids) <= 8
+        _, completion = said("a\nb\nc\nd\n", max_tokens=8)
         cuts.add(text_of(completion))
-    assert cuts == {"a.=?9", "a.b.=?9"}  # after the third break there is no room for an answer
-    for text in ("abc", "."):  # nothing to cut
+    # After the third break there is no room for an answer.
+    assert cuts == {"a\n=?9", "a\nb\n=?9"}
+    for text in ("abc", "\n"):  # nothing to cut
         first, second = said(text, max_tokens=6)
         assert torch.equal(first.token_ids, second.token_ids)
 
@@ -395,23 +360,16 @@ def test_the_examples_of_the_documents():
     ran: dict = {}
     for block in blocks("python", DOCUMENTS["docs/hooks.md"]):
         exec(block, ran)
-    rewards = torch.tensor([[1.0, 0.0, 2.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
+    rewards = table([[1.0, 0.0, 2.0], [0.5, 0.5, 0.0]])
     torch.testing.assert_close(ran["rloo"](rewards, []), advantages.rloo(rewards, []))
-    turn = Completion([5] * 9, [-1.0] * 9, "stop", 0)
-    asked = []
-
-    def generate(ids, sampling):
-        asked.append((ids, sampling))
-        return [turn] * sampling["n"]
-
-    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [7])
-    server: Any = SimpleNamespace(generate=generate, tokenizer=tokenizer)
-    games = ran["play"](server, Prompt(0, [3], "", {}), {"n": 2, "stop": ["x"]})
-    assert [game.info for game in games] == [{"score": 0.0}] * 2
-    assert asked[1:] == [([3, *[5] * 9, 7], {"n": 1, "stop": ["x"]})] * 2
-    assert games[0].token_ids.tolist() == [*[5] * 9, 7, *[5] * 9]
+    talker, sampling = Talker("1234", again="567"), {"n": 2, "max_tokens": 8}
+    games = ran["play"](talker, PROMPT, sampling)
+    assert [game.info for game in games] == [{"score": 1.0}] * 2
+    second = [*PROMPT.token_ids, *ids_of("1234!")], sampling | {"n": 1}
+    assert talker.asked[1:] == [second] * 2
+    assert text_of(games[0]) == "1234!567"
     is_sampled = games[0].weight_versions != ENVIRONMENT
-    assert is_sampled.tolist() == [True] * 9 + [False] + [True] * 9
+    assert is_sampled.tolist() == [True] * 4 + [False] + [True] * 3
     assert ran["what_it_scored"](["a"], [0.5]) == [0.5]
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     teacher = torch.tensor([-1.5, -INF])

@@ -4,26 +4,18 @@ import itertools
 import json
 import math
 import re
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import losses
 import pytest
 import torch
-from helpers import (
-    change,
-    flags,
-    make_model,
-    make_tokenizer,
-    read,
-    request_times,
-    said,
-    server,
-    table,
-)
+from helpers import change, flags, make_model, make_tokenizer, read, request_times, server, table
 from test_loss import make_config
 from test_prefix_models import plain_rows
 from test_resume import assert_identical, weights
@@ -31,7 +23,6 @@ from transformers import AutoModelForCausalLM
 
 from config import UserError, parse_args
 from prefix_attention import attach, pack
-from recipes.own_loss import reinforce
 from recipes.replay import file_of, replaying
 from recipes.teacher import ReferenceServer, Teacher
 from rollouts.evaluation import held_out_metrics
@@ -52,12 +43,6 @@ SAVE = ("--parts", "recipes.replay.save")
 @pytest.fixture
 def fake(stand_in):
     return stand_in(0.0)
-
-
-def extended(path, text):
-    """The recipe at a path, with more at its end."""
-    Path(path).write_text(Path(path).read_text() + text)
-    return path
 
 
 # -- What an environment knows ----------------------------------------------------------------------------------------
@@ -117,20 +102,18 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
     """Against all subsets of k completions, counted out; completions without a reward are in none."""
     nan = math.nan
     rewards = [[1.0, 0.0, 0.0, 2.0], [0.0] * 4, [1.0] * 4, [0.5, 0.0, nan, 1.0], [nan] * 4]
-    groups = []
-    for row in rewards:
-        columns = {"reward": row, "rewards": table([reward] for reward in row)}
-        groups.append(Group(Prompt(0, [5], "", {}), **columns))
+    groups = [
+        Group(Prompt(0, [5], "", {}), reward=row, rewards=table([reward] for reward in row))
+        for row in rewards
+    ]
     named = {"eval_dataset_id": "d", "accuracy_func": "exists"}
     config = make_config(eval_generations=4, eval_temperature=1.0, **named)
     values = held_out_metrics(groups, config)
     valid = [[reward for reward in row if not math.isnan(reward)] for row in rewards]
     for k in (2, 4):
-        shares = []
-        for row in valid:
-            is_right = [max(subset) >= 1 for subset in itertools.combinations(row, k)]
-            shares += [sum(is_right) / len(is_right)] if is_right else []
-        assert values[f"pass@{k}"] == pytest.approx(sum(shares) / len(shares))
+        subsets = [[*itertools.combinations(row, k)] for row in valid]
+        shares = [fmean(max(subset) >= 1 for subset in each) for each in subsets if each]
+        assert values[f"pass@{k}"] == pytest.approx(fmean(shares))
     assert (values["accuracy"], values["reward"]) == pytest.approx((7 / 15, 8.5 / 15))
     assert "pass@1" not in values
     assert not any(name.startswith("pass") for name in held_out_metrics(groups, make_config()))
@@ -159,24 +142,23 @@ def test_held_out_sets_and_their_completions(fake, stand_in, recipe, tmp_path):
 
     fake.sample = noted
     teacher = stand_in()
-    path = extended(recipe(fake), SETS)
-    main(replace(parse_args([path, "--max_steps", "2"]), parts=[Teacher(teacher.url)]))
+    path = Path(recipe(fake))
+    path.write_text(path.read_text() + SETS)
+    main(replace(parse_args([str(path), "--max_steps", "2"]), parts=[Teacher(teacher.url)]))
     held_out, metrics = read(tmp_path, "held_out"), read(tmp_path, "metrics")
     assert temperatures.count(0.7) == 3 * 8  # of each step's prompts
     assert len(request_times(teacher)) == 2 * 6 * 4  # of what trained
     assert [row["step"] for row in metrics] == [0, 1, 2]
     for row, (name, size) in itertools.product(metrics, {"short/": 3, "long/": 5, "": 8}.items()):
-        of_prompt: dict[str, list[bool]] = {}
+        of_prompt: dict[str, list[float]] = {}
         for sample in held_out:
             if sample["step"] == row["step"] and f"{sample['set']}/".startswith(name):
-                is_long = len(sample["completion"]) > 3
-                of_prompt.setdefault(sample["prompt"], []).append(is_long)
-                assert sample["reward"] == float(is_long)
-        assert [len(found) for found in of_prompt.values()] == [4] * size
-        share = sum(map(sum, of_prompt.values())) / (4 * size)
+                of_prompt.setdefault(sample["prompt"], []).append(sample["reward"])
+                assert sample["reward"] == float(len(sample["completion"]) > 3)
+        assert [len(rewards) for rewards in of_prompt.values()] == [4] * size
+        share = fmean(map(fmean, of_prompt.values()))
         assert row[f"eval/{name}reward"] == row[f"eval/{name}accuracy"] == pytest.approx(share)
-        solved = sum(map(any, of_prompt.values())) / size
-        assert row[f"eval/{name}pass@4"] == pytest.approx(solved)
+        assert row[f"eval/{name}pass@4"] == pytest.approx(fmean(map(max, of_prompt.values())))
         assert f"eval/{name}rewards/is_long" in row
     assert "advantage" not in held_out[0]
 
@@ -197,10 +179,8 @@ def test_a_held_out_set_is_named_in_what_is_wrong_with_it(models, fake, capsys):
         capsys.readouterr()
         config = make_config(eval_dataset_id=sets, vllm_urls=[fake.url], **fields)
         Rollouts(config, device).close()
-    left_out = re.findall(
-        "left out 1 of 2 prompts, .* over 108 tokens, as row 1 of (.*): raise",
-        capsys.readouterr().out,
-    )
+    told = "left out 1 of 2 prompts, .* over 108 tokens, as row 1 of (.*): raise"
+    left_out = re.findall(told, capsys.readouterr().out)
     assert left_out == ["dataset_id", "eval_dataset_id hard"]
 
 
@@ -267,7 +247,7 @@ def test_a_busy_server_is_no_lost_one(fake, train_on, capsys, monkeypatch):
     monkeypatch.setattr("rollouts.proofs.ANSWER_TIMEOUT_S", 0.2)
     monkeypatch.setattr("rollouts.rollouts.PROBE_STEPS", 1)
     asked = itertools.count()
-    fake.answer = lambda ids, number: (said(ids, number), 0.8 if next(asked) > 1 else 0.0)
+    fake.answer = lambda _, number: ([5 + number], 0.8 if next(asked) > 1 else 0.0)
     train_on(fake, **BENT)
     assert "is left out" not in capsys.readouterr().out
 
@@ -284,49 +264,27 @@ def test_all_servers_are_probed_every_few_versions(fake, train_on, capsys, monke
     monkeypatch.setattr("rollouts.rollouts.PROBE_STEPS", 3)
     dropping(fake, "model.norm.weight", lambda sync: sync == 4)
     train_on(fake, max_steps=5, max_logprob_mismatch=1e-3, **BENT)
-    out = capsys.readouterr().out
-    assert out.count(f"{fake.url} is left out for now: its log-probs differ") == 1
+    told = f"{fake.url} is left out for now: its log-probs differ"
+    assert capsys.readouterr().out.count(told) == 1
 
 
-class StandIn(SimpleNamespace):
-    """A server for sets and keys, as the real ones are."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
-
-
-PROOFS = {  # state before, lost and back meanwhile: what is said of the server
-    (State.WAITING, False): ["admitted"],
-    (State.SERVING, True): [],  # it has zeroed weights
-}
-
-
-@pytest.mark.parametrize("case", PROOFS, ids=str)
-def test_proofs_of_one_server(case, monkeypatch):
-    """Of version 4, by a policy that is nowhere."""
-    state, is_lost = case
-    one: Any = StandIn(url="http://a", state=state, version=4)
+def test_a_server_that_was_lost_in_its_proof_is_not_admitted(monkeypatch):
+    """It is back meanwhile, without the weights of version 4; the policy is nowhere."""
+    one: Any = SimpleNamespace(url="http://a", state=State.SERVING, version=4)
     one.generate = lambda *_, **__: [Completion([5], [-1.0], "stop", 4)]
 
     def no_difference(*_):
-        if is_lost:
-            one.state, one.version = State.WAITING, -1
+        one.state, one.version = State.WAITING, -1
         return torch.tensor([-1.0])
 
     monkeypatch.setattr("rollouts.proofs.token_logprobs", no_difference)
-    said: list[str] = []
-    pool: Any = SimpleNamespace(
-        admit=lambda server: said.append("admitted"),
-        lose=lambda server, error: said.append(str(error)),
-    )
-    policy: Any = SimpleNamespace(eval=lambda: None, modules=list)
     rollouts = SimpleNamespace(
-        policy=policy, version=4, pool=pool, probe_prompt=Prompt(0, [5], "", {}), config=make_config(),
-        device=torch.device("cpu"),
+        policy=SimpleNamespace(eval=lambda: None, modules=list), version=4, config=make_config(),
+        pool=SimpleNamespace(admit=pytest.fail, lose=pytest.fail), device=torch.device("cpu"),
+        probe_prompt=Prompt(0, [5], "", {}),
     )  # fmt: skip
     with process_group(60):
         prove(rollouts, [one])
-    assert said == PROOFS[case]
 
 
 # -- A teacher --------------------------------------------------------------------------------------------------------
@@ -430,15 +388,11 @@ def test_what_a_reference_server_cannot_do(fake, recipe, vlm):
         replace(config, parts=parts, beta=0.1, reference_id="other")
 
 
-def nothing_new(run):
-    """A part that changes nothing."""
-
-
-def test_a_part_without_servers(models, recipe):
+def test_a_part_without_servers(recipe):
     """It gives the groups itself; a group that asks for a server ends the run."""
-    path = recipe(SimpleNamespace(url="http://127.0.0.1:1"))
+    config = replace(parse_args([recipe()]), parts=[lambda run: None])
     with pytest.raises(ServerError, match="vllm_urls names no server, and a group asks for one"):
-        main(replace(parse_args([path]), vllm_urls=[], parts=[nothing_new]))
+        main(config)
     with pytest.raises(UserError, match=r"parts takes functions f\(run\), or objects as Teacher"):
         make_config(parts=[Teacher], beta=0.1)
     with pytest.raises(UserError, match="Teacher needs the address of a server"):
@@ -474,22 +428,15 @@ def test_a_replay_ends_with_the_same_bits(stand_in, recipe, tmp_path, options):
     assert found[0] == found[1]
 
 
-ALWAYS_ONE = """
-from dataclasses import replace
-def always_one(completions, **_): return [1.0] * len(completions)
-config = replace(config, reward_funcs=[always_one])
-"""
-
-
 def test_a_replay_trains_what_was_trained(stand_in, recipe, tmp_path):
     """Whatever its own rules would drop, wait for or evaluate; only the weights of the rewards are its own."""
-    path = extended(recipe(stand_in(0.03)), ALWAYS_ONE)
-    main(parse_args([path, *SAVE, "--max_staleness", "1"]))
+    words = [recipe(stand_in(0.03)), "--reward_funcs", "some_rewards.always_one"]
+    main(parse_args([*words, *SAVE, "--max_staleness", "1"]))
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1="}\n')
     own = {"reward_weights": 2, "drop_zero_advantage": True, "max_staleness": 2}
     own |= {"output_dir": tmp_path / "again" / "run"}
     own |= {"eval_dataset_id": tmp_path / "held_out.jsonl"}
-    main(replaying(parse_args([path, *flags(**own)]), tmp_path / "run"))
+    main(replaying(parse_args([*words, *flags(**own)]), tmp_path / "run"))
     before, after = read(tmp_path, "metrics"), read(tmp_path / "again", "metrics")
     assert [(row["step"], row["reward"]) for row in after] == [(1, 2.0), (2, 2.0), (3, 2.0)]
     assert [row["staleness/mean"] for row in after] == [row["staleness/mean"] for row in before]
@@ -542,18 +489,18 @@ def twice(*arguments):
     return 2 * loss, sums
 
 
-@pytest.mark.parametrize(("loss", "ratio"), [(twice, 2), (reinforce, 1)])
+LOSSES = [("test_hooks_of_runs.twice", 2), ("recipes.own_loss.reinforce", 1)]
+
+
+@pytest.mark.parametrize(("loss", "ratio"), LOSSES)
 def test_two_losses_on_identical_data(fake, recipe, tmp_path, capsys, loss, ratio):
     """The same loss doubled; and REINFORCE, which on-policy has the gradient of the clipped loss."""
-    path = Path(recipe(fake))
-    main(parse_args([str(path), *SAVE]))
-    other = tmp_path / f"other_{tmp_path.name}.py"
-    own = (
-        f"from dataclasses import replace\nfrom {loss.__module__} import {loss.__name__} as loss\n"
-    )
-    other.write_text(path.read_text() + own + "config = replace(config, loss_fn=loss)\n")
+    path = recipe(fake)
+    main(parse_args([path, *SAVE]))
+    other = shutil.copy(path, tmp_path / f"other_{tmp_path.name}.py")
+    change(other, "max_steps=3", f"max_steps=3, loss_fn={loss!r}")
     capsys.readouterr()
-    losses.main([str(tmp_path / "run"), str(path), str(other)])
+    losses.main([str(tmp_path / "run"), path, str(other)])
     lines = re.findall(r"step (\d) · norms (\S+) (\S+) · cosine (\S+)", capsys.readouterr().out)
     norms = [row["grad_norm"] for row in read(tmp_path, "metrics")]
     # Four digits are printed.

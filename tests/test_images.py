@@ -9,66 +9,44 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import helpers  # noqa: F401  # first: it finds the repository
 import pytest
 import requests
 import torch
 import torch.distributed as dist
+import transformers
 import vision_models
-from build_tiny_vlm import build, build_processor
-from helpers import make_tokenizer, on_ranks, read, server, table, torchrun
+from build_tiny_vlm import TEMPLATE, build, build_processor
+from helpers import ROOT, flags, make_tokenizer, on_forked_ranks, on_ranks, read, server, table
 from PIL import Image
 from test_gradients import sgd, trainable
+from test_prefix_vision import plain_logprobs
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-)
 
 import prefix_attention
 from config import TrainConfig, UserError, to_json
 from recipes.replay import Replay, save
+from recipes.rewards import exact_match
 from recipes.tiny_vlm import squares
 from rollouts.data import check_vocabulary, leave_out_long, load_sets
 from rollouts.group import Completion, Group, Prompt, version_spans
-from rollouts.images import (
-    Images,
-    image_example,
-    image_source,
-    joined_images,
-    open_image,
-    with_tokens,
-)
+from rollouts.images import Images, image_example, joined_images, open_image, with_tokens
 from rollouts.processor import hold_date, load_processor
 from rollouts.rollouts import Rollouts
 from rollouts.sampling import sample_group
 from train import train_batch
 from training.batching import Dealer, micro_batches
-from training.model import (
-    build_policy,
-    build_reference,
-    image_features,
-    share_prefixes,
-    token_logprobs,
-)
+from training.model import build_policy, build_reference, share_prefixes, token_logprobs
 from utils import broadcast_object, is_main, process_group
 from vllm_client import ServerError
 
-SIZES = [(32, 64), (64, 32), (48, 48)]  # pixels
 PLACE = {"type": "image"}
 IMAGE_TOKENS = 16  # of a 64 x 64 image: 8 x 8 patches, merged by four
-
-
-def no_reward(completions, **_):
-    return [0.0] * len(completions)
+SEEN = "<|vision_start|>" + IMAGE_TOKENS * "<|image_pad|>" + "<|vision_end|>"
 
 
 def picture(number):
@@ -92,7 +70,7 @@ def rows():
 
 def make_config(model="m", url="http://x", **fields):
     defaults = {
-        "dataset_id": rows, "reward_funcs": [no_reward], "num_generations": 2, "batch_size": 4,
+        "dataset_id": rows, "reward_funcs": [exact_match], "num_generations": 2, "batch_size": 4,
         "max_completion_len": 12, "server_timeout": 60.0, "grad_norm": 0, "off_policy_correction": "none",
     }  # fmt: skip
     return TrainConfig(model_id=model, vllm_urls=[url], **{**defaults, **fields})
@@ -104,7 +82,6 @@ def make_config(model="m", url="http://x", **fields):
 def processed(prompt, processor=None, config=None):
     """The prompt with its images, as it is when it is sampled; and these."""
     prompt = with_tokens(prompt, processor or build_processor(), config or make_config())
-    assert prompt.images
     return prompt, prompt.images
 
 
@@ -116,25 +93,16 @@ def load(source, max_prompt_len=100, processor=None, **fields):
 
 def test_prompts_of_mixed_rows():
     """Each image takes 16 tokens between its two marks, where the messages have it or before the text."""
-    tokenizer = build_processor().tokenizer
-    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-    start, end, image = tokenizer.convert_tokens_to_ids(marks)
-    texts = ("Colour?", "No picture.", "or", "What?")
-    letters = {text: tokenizer(text)["input_ids"] for text in texts}
-    one = [start, *[image] * IMAGE_TOKENS, end]
+    decode = build_processor().tokenizer.decode
     prompts = load(rows)
-    assert [p.token_ids for p in prompts] == [
-        one + letters["Colour?"],
-        letters["No picture."],
-        one + letters["or"] + one,
-        one + letters["What?"],
-    ]
+    texts = [decode(prompt.token_ids) for prompt in prompts]
+    assert texts == [SEEN + "Colour?", "No picture.", SEEN + "or" + SEEN, SEEN + "What?"]
     assert [len(p.sources) for p in prompts] == [1, 0, 2, 1]
     assert all(p.images is None for p in prompts)  # processed again when they are sampled
     assert prompts[0].columns == {"answer": "red"}  # rewards get no pixels unless they ask
     ready, images = processed(prompts[2])
     assert ready.token_ids == prompts[2].token_ids
-    assert images.server_ids == [start, image, end, *letters["or"], start, image, end]
+    assert decode(images.server_ids) == vision_models.IMAGE + "or" + vision_models.IMAGE
     assert images.inputs["image_grid_thw"].tolist() == [[1, 8, 8], [1, 8, 8]]
     assert images.inputs["pixel_values"].shape == (128, 3 * 2 * 8 * 8)
     for url, number in zip(images.urls, (1, 2), strict=True):
@@ -146,9 +114,9 @@ def test_a_saved_group_gets_its_images_back(tmp_path):
     """They are not in the file: a replay processes them anew."""
     prompts, processor = load(rows), build_processor()
     config = make_config(batch_size=1, output_dir=str(tmp_path), parts=["recipes.replay.save"])
+    prompt, images = processed(prompts[2], processor, config)
     completion = Completion([5, 6], [-1.0, -0.5], "stop", 0)
-    prompt = with_tokens(prompts[2], processor, config)
-    group = Group(prompt, [completion], rewards=table([[1.0]]), advantages=[0.5])
+    group = Group(prompt, [completion], rewards=table([[1.0]]))
     of_run = {"config": config, "before": {"step": 0}, "prompts": prompts, "processor": processor}
     run: Any = SimpleNamespace(**of_run, on_step=[])
     save(run)
@@ -156,26 +124,24 @@ def test_a_saved_group_gets_its_images_back(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
     Replay(tmp_path)(run)
     (saved,) = run.choose(0)
-    assert saved.prompt.images is None
+    assert not saved.prompt.images
     run.fill(saved)
-    saved.advantages = group.advantages
-    before, after = (micro_batches([each], 1000, config)[0] for each in (group, saved))
-    assert before.images.keys() == after.images.keys() > set()
-    for name, value in before.images.items():
-        assert torch.equal(value, after.images[name])
-    assert torch.equal(before.packed.input_ids, after.packed.input_ids)
-    assert torch.equal(before.sampler_logprobs, after.sampler_logprobs)
+    torch.testing.assert_close(saved.prompt.images.inputs, images.inputs, rtol=0, atol=0)
 
 
 def test_images_in_every_shape(tmp_path):
+    def sent(image):
+        (prompt,) = load(lambda: [{"prompt": "a", "image": image}])
+        return processed(prompt)[1].urls
+
     original = picture(0)
     path = tmp_path / "a.png"
     original.save(path)
     content = path.read_bytes()
     url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
     of_dataset = [{"bytes": content, "path": None}, {"bytes": None, "path": str(path)}]
-    for source in (original, str(path), content, url, *of_dataset):
-        assert open_image(image_source(source)).tobytes() == original.tobytes()
+    for source in (str(path), content, url, *of_dataset):
+        assert sent(source) == sent(original)
     assert open_image(original.convert("L")).mode == "RGB"
     turned = tmp_path / "turned.jpg"
     exif = Image.Exif()
@@ -184,21 +150,16 @@ def test_images_in_every_shape(tmp_path):
     assert open_image(str(turned)).size == (20, 40)
 
 
-def test_messages_as_datasets_fills_them(tmp_path):
+def test_messages_as_datasets_fills_them():
     """Every part has the keys of all parts, without values; the published templates go by the keys."""
-    template = (
-        "{% for m in messages %}{{ m['role'] }}:{% for part in m['content'] %}{% if 'image' in part or part['type'] == "
-        "'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
-        "{% endfor %}"
-    )
     processor = build_processor()
-    processor.chat_template = template
+    by_keys = TEMPLATE.replace("if part['type']", "if 'image' in part or part['type']")
+    processor.chat_template = by_keys.replace("{% for part", "{{ message['role'] }}:{% for part")
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "Colour?", "image": None}]
     system = {"role": "system", "content": [{"type": "text", "text": "See.", "image": None}]}
     row = {"prompt": [system, user(parts)], "image": picture(0)}
     (prompt,) = load(lambda: [row], processor=processor)
-    seen = "<|vision_start|>" + IMAGE_TOKENS * "<|image_pad|>" + "<|vision_end|>"
-    assert processor.tokenizer.decode(prompt.token_ids) == f"system:See.user:{seen}Colour?"
+    assert processor.tokenizer.decode(prompt.token_ids) == f"system:See.user:{SEEN}Colour?"
     system["content"] = "See."  # without places the image stands before the user's text
     row["prompt"][1]["content"] = "Colour?"
     assert load(lambda: [row], processor=processor)[0].token_ids == prompt.token_ids
@@ -263,18 +224,10 @@ def test_beginning_of_sequence(tmp_path):
 
 
 def test_a_dataset_of_images(tmp_path):
-    """As `datasets` stores them, single and in lists: not decoded before they are needed."""
-    text, image = datasets.Value("string"), datasets.Image()
-    for name, kind, values, counts in (
-        ("images", datasets.List(image), [[picture(0), picture(1)], []], [2, 0]),
-        ("image", image, [picture(0), None], [1, 0]),
-    ):
-        features = datasets.Features({"prompt": text, name: kind})
-        table = datasets.Dataset.from_dict({"prompt": ["x", "y"], name: values}, features)
-        table.to_parquet(tmp_path / "a.parquet")
-        prompts = load(str(tmp_path / "a.parquet"))
-        assert [len(prompt.sources) for prompt in prompts] == counts
-        assert isinstance(prompts[0].sources[0], bytes)
+    """As `datasets` stores them: not decoded before they are needed."""
+    rows_of = lambda rows: [{"prompt": "x", "images": row["images"]} for row in rows]
+    prompts = load(geometry(tmp_path), collate_fn=rows_of)
+    assert [[*map(type, prompt.sources)] for prompt in prompts] == [[bytes], [bytes]]
 
 
 def as_png(image):
@@ -285,7 +238,6 @@ def as_png(image):
 
 NO_IMAGE = "no image, path, URL, bytes or base64: "
 BROKEN = [
-    (["prompt"], "it has no `prompt`, a string or a list of messages: "),
     ({"prompt": "a", "image": "nowhere.png"}, NO_IMAGE + "'nowhere.png'"),
     ({"prompt": "a", "image": "/nowhere/a.png"}, NO_IMAGE + "'/nowhere/a.png'"),
     ({"prompt": "a", "image": {"foo": 1}}, NO_IMAGE + "{'foo': 1}"),
@@ -294,10 +246,7 @@ BROKEN = [
     ({"prompt": "a", "image": "b.png", "images": ["c.png"]}, "it has images in two places"),
     ({"prompt": [user([{"type": "image", "image": "a"}])], "image": "b"}, "images in two places"),
     ({"prompt": [user([PLACE])]}, "has 0 images for the 1 places in its messages"),
-    (
-        {"prompt": [user([PLACE])], "images": [picture(0), picture(1)]},
-        "has 2 images for the 1 places in its messages",
-    ),
+    ({"prompt": [user([PLACE])], "images": [picture(0)] * 2}, "has 2 images for the 1 places in "),
     ({"prompt": [user("<|image_pad|>")], "image": picture(0)}, "2 places for its 1 images"),
 ]
 
@@ -308,17 +257,14 @@ def test_broken_rows_are_named(row, message):
         load(lambda: [{"prompt": "fine"}, row])
 
 
-@pytest.mark.parametrize("token", ["image_pad", "video_pad"])
-def test_placeholders_without_images_are_refused(vlm, token):
-    processor = build_processor()
-    image = picture(0) if token == "video_pad" else None
+@pytest.mark.parametrize(("token", "image"), [("image_pad", None), ("video_pad", picture(0))])
+def test_placeholders_without_images_are_refused(vlm, token, image):
     row = {"prompt": f"look: <|{token}|>", "image": image}
-    prompts = load(lambda: [*rows(), row], processor=processor)
-    model_config = AutoConfig.from_pretrained(vlm)
+    prompts = load(lambda: [*rows(), row])
+    processor, model_config = build_processor(), transformers.AutoConfig.from_pretrained(vlm)
     check_vocabulary(prompts[:-1], processor, model_config)
-    with pytest.raises(
-        UserError, match=f"row 4 of dataset_id: its token .*{token}.* stands for an image"
-    ):
+    message = f"row 4 of dataset_id: its token .*{token}.* stands for an image"
+    with pytest.raises(UserError, match=message):
         check_vocabulary(prompts, processor, model_config)
 
 
@@ -346,25 +292,21 @@ def test_processor_arguments(vlm):
         load(rows, processor=load_processor(config))
 
 
-def test_a_url_is_asked_once(tmp_path):
+def test_a_url_is_asked_once(tmp_path, monkeypatch):
     picture(0).save(tmp_path / "a.png")
     asked = []
-
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            asked.append(self.path)
-
-    web = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path))
-    threading.Thread(target=web.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{web.server_address[1]}"
-    (prompt,) = load(lambda: [{"prompt": "Colour?", "image": f"{address}/a.png"}])
-    ready, _ = processed(prompt)
-    assert asked == ["/a.png"]
-    assert len(ready.token_ids) == 2 + IMAGE_TOKENS + len("Colour?")
-    with pytest.raises(ValueError, match=r"row 0: HTTPError: 404 .*/b.png"):
-        load(lambda: [{"prompt": "a", "image": f"{address}/b.png"}])
-    web.shutdown()
-    web.server_close()
+    noting = lambda handler, *_: asked.append(handler.path)
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", noting)
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{web.server_port}"
+        (prompt,) = load(lambda: [{"prompt": "Colour?", "image": f"{address}/a.png"}])
+        processed(prompt)
+        assert asked == ["/a.png"]
+        with pytest.raises(ValueError, match=r"row 0: HTTPError: 404 .*/b.png"):
+            load(lambda: [{"prompt": "a", "image": f"{address}/b.png"}])
+        web.shutdown()
 
 
 def geometry(folder):
@@ -393,12 +335,8 @@ def make_groups(model_id):
     groups = []
     prompts = load(rows, processor=processor)
     for prompt, lengths, advantages in zip(prompts, LENGTHS, ADVANTAGES, strict=True):
-        completions = [
-            Completion([20 + (i * 7 + n) % 60 for i in range(n)], [-3.0] * n, "stop", 0)
-            for n in lengths
-        ]
-        if prompt.sources:
-            prompt = with_tokens(prompt, processor, config)
+        completions = [Completion([*range(7 * n, 8 * n)], [-3.0] * n, "stop", 0) for n in lengths]
+        prompt = with_tokens(prompt, processor, config)
         groups.append(Group(prompt, completions, advantages=advantages))
     return groups
 
@@ -406,23 +344,16 @@ def make_groups(model_id):
 @cache
 def plain_gradient(model_id):
     """Σ -A·log p over plain rows of the model's own forward, over all tokens; placeholders have no probability."""
-    model = AutoModelForImageTextToText.from_pretrained(model_id, dtype=torch.float32)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(model_id, dtype=torch.float32)
     image = model.config.image_token_id
-    placeholders = torch.tensor([image, getattr(model.config, "video_token_id", image)])
-    named = {"mm_token_type_ids", "token_type_ids"} & {*signature(model.forward).parameters}
-    total = torch.zeros(())
+    rows, images = [], []
     for group in make_groups(model_id):
-        for advantage, completion in zip(group.advantages, group.completions, strict=True):
-            start = len(group.prompt.token_ids)
-            ids = torch.tensor([group.prompt.token_ids + completion.token_ids.tolist()])
-            inputs = dict(group.prompt.images.inputs) if group.prompt.images else {}
-            if inputs:
-                inputs |= {kinds: (ids == image).int() for kinds in named}
-            logits = model(input_ids=ids, **inputs).logits[0, start - 1 : -1]
-            logprobs = logits.index_fill(1, placeholders, -torch.inf).log_softmax(-1)
-            logprobs = logprobs[range(len(completion.token_ids)), completion.token_ids]
-            total = total - advantage * logprobs.sum()
-    (total / sum(map(sum, LENGTHS))).backward()
+        rows.append((group.prompt.token_ids, [c.token_ids.tolist() for c in group.completions]))
+        images.append(group.prompt.images.inputs if group.prompt.images else {})
+    placeholders = [image, getattr(model.config, "video_token_id", image)]
+    logprobs = plain_logprobs(model, rows, images, placeholders)
+    advantages = torch.tensor(ADVANTAGES).repeat_interleave(torch.tensor(LENGTHS).flatten())
+    (-advantages @ logprobs / len(logprobs)).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -441,11 +372,8 @@ def trained_difference(config, device):
 
 def assert_same(got, expected):
     """As in test_gradients.py: sums in another order, read off weights of size 1. What has no gradient is not moved."""
-    for name, difference in got.items():
-        gradient = expected.get(name, torch.zeros_like(difference))
-        torch.testing.assert_close(
-            difference, gradient, rtol=1e-3, atol=5e-6, msg=f"{name}: {difference - gradient}"
-        )
+    expected = {name: expected.get(name, torch.zeros_like(moved)) for name, moved in got.items()}
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=5e-6)
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
@@ -461,22 +389,22 @@ def test_any_split_equals_plain_rows(vlm, max_tokens, share_prefix):
 def test_images_of_several_sizes_in_one_row():
     """Their features are those of each alone: the tower is told what is padding."""
     torch.manual_seed(0)
-    text = {**vision_models.TEXT, "model_type": "mistral", "vocab_size": 97}
-    of_tower = {"model_type": "pixtral", "num_hidden_layers": 2, "head_dim": 32, "image_size": 64}
-    shape = Mistral3Config(
-        text_config=text,
-        vision_config=vision_models.TOWER | of_tower,
+    text = {"model_type": "mistral", "vocab_size": 97}
+    tower = {"model_type": "pixtral", "num_hidden_layers": 2, "head_dim": 32, "image_size": 64}
+    shape = transformers.Mistral3Config(
+        text_config=vision_models.TEXT | text,
+        vision_config=vision_models.TOWER | tower,
         image_token_index=10,
-        spatial_merge_size=2,
     )
-    model = Mistral3ForConditionalGeneration(shape).double()
+    model = transformers.Mistral3ForConditionalGeneration(shape).double()
     inputs = [
         {"pixel_values": torch.randn(1, 3, *size).double(), "image_sizes": torch.tensor([size])}
-        for size in SIZES
+        for size in ((32, 64), (64, 32), (48, 48))  # pixels
     ]
     prompts = [Prompt(0, [1], "", {}, images=Images([1], 1, [], values)) for values in inputs]
-    alone = torch.cat([torch.cat(image_features(model, values)) for values in inputs])
-    joined = torch.cat(image_features(model, joined_images(prompts)))
+    features = lambda values: torch.cat(model.get_image_features(**values).pooler_output)
+    alone = torch.cat([*map(features, inputs)])
+    joined = features(joined_images(prompts))
     # Kernels may sum rows of other lengths in another order, and the norms compute in fp32: 6e-8 of features of 0.003.
     torch.testing.assert_close(joined, alone, rtol=0, atol=1e-8)
     for values in inputs:
@@ -525,34 +453,22 @@ def test_mixed_batches_on_two_ranks(vlm, tmp_path, family):
 def test_a_model_that_must_be_compared(vlm, monkeypatch, capsys):
     """Policy and reference of a type that the tests do not cover share prefixes if their images are exact."""
     monkeypatch.setattr(prefix_attention, "VISION", frozenset())
-    groups = make_groups(vlm)
+    config, groups = make_config(vlm, beta=0.1), make_groups(vlm)
+    (micro,) = micro_batches(groups, 10_000, config)
+    seen = []
     with process_group(60) as device:
-        config = make_config(vlm, beta=0.1)
         policy = build_policy(config, device, groups[0].prompt)
         assert share_prefixes(policy, config, groups[0].prompt).share_prefix
-        reference = build_reference(policy, config, device, groups[0].prompt)
-        (micro,) = micro_batches(groups, 10_000, config)
-        assert reference
+        policy.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
         logprobs = token_logprobs(policy, micro.packed, micro.images, config)
+        assert seen == [4 * 64]  # patches of the images of three prompts, not of six completions
+        reference = build_reference(policy, config, device, groups[0].prompt)
+        assert reference
         assert torch.equal(reference(micro.packed, micro.images), logprobs)
         odd = lambda base, row, *_: row.position_ids
         monkeypatch.setattr(prefix_attention, "_rope_positions", odd)
         assert not share_prefixes(policy, config, groups[0].prompt).share_prefix
     assert "share_prefix is off" in capsys.readouterr().out
-
-
-def test_the_tower_runs_once_per_prompt(vlm):
-    """Not for each of their six completions."""
-    seen = []
-    with process_group(60) as device:
-        config = make_config(vlm)
-        groups = make_groups(vlm)
-        policy = build_policy(config, device, groups[0].prompt)
-        config = share_prefixes(policy, config)
-        policy.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-        for micro in micro_batches(groups, 10_000, config):
-            token_logprobs(policy, micro.packed, micro.images, config)
-    assert seen == [4 * 64]  # patches of the four images of three prompts
 
 
 def test_frozen_parts(vlm):
@@ -578,16 +494,10 @@ def test_frozen_parts(vlm):
     assert all(".merger." in name for name in of_tower)
     assert of_tower < names
     _, names = trained(use_peft=True, lora_target_modules=["q_proj", "v_proj"], **frozen)
-    assert names
-    assert all("q_proj" in name or "v_proj" in name for name in names)
+    assert {name.split(".")[-4] for name in names} == {"q_proj", "v_proj"}
 
 
 # -- the real server -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def url(vlm_server):
-    return vlm_server
 
 
 def worst_mismatch(rollouts, policy, config, device):
@@ -621,46 +531,41 @@ def on_server(model, url, **fields):
         yield rollouts, policy, config, device
 
 
-def test_an_image_that_would_fill_the_memory_is_refused(vlm, url):
+def test_an_image_that_would_fill_the_memory_is_refused(vlm, vlm_server):
     """A few bytes that are 200 million pixels: an error (500 is vLLM's), and it goes on."""
-    token = AutoConfig.from_pretrained(vlm).image_token_id
+    token = transformers.AutoConfig.from_pretrained(vlm).image_token_id
 
     def status(side):
         png = base64.b64encode(as_png(Image.new("1", (side, side)))).decode()
         body = {"token_ids": [5, token, 6], "sampling_params": {"max_tokens": 2}}
         body["images"] = [f"data:image/png;base64,{png}"]
-        return requests.post(f"{url}/sample", json=body, timeout=60).status_code
+        return requests.post(f"{vlm_server}/sample", json=body, timeout=60).status_code
 
     assert status(14_000) in (400, 500)
     assert status(56) == 200
 
 
-def test_server_and_trainer_agree(vlm, url):
+def test_server_and_trainer_agree(vlm, vlm_server):
     """On image and text prompts, before and after an update of the vision tower alone, to fp32's rounding."""
-    with on_server(vlm, url, temperature=0.8) as (rollouts, policy, config, device):
+    with on_server(vlm, vlm_server, temperature=0.8) as (rollouts, policy, config, device):
         worst, _ = worst_mismatch(rollouts, policy, config, device)
         assert worst <= 1e-4
-        old = build_policy(config, device, rollouts.example)
         with torch.no_grad():
             for weight in policy.model.visual.parameters():
                 own = torch.Generator().manual_seed(weight.numel())
                 weight.add_(0.1 * torch.randn(weight.shape, generator=own))
+        worst, _ = worst_mismatch(rollouts, policy, config, device)
+        assert worst > 1e-2
         rollouts.publish(policy, 1)
         # The same images again: neither K/V nor features of the old tower serve them.
-        worst, groups = worst_mismatch(rollouts, policy, config, device)
+        worst, _ = worst_mismatch(rollouts, policy, config, device)
         assert worst <= 1e-4
-        plain = dataclasses.replace(config, share_prefix=False)
-        (micro,) = micro_batches(groups[:1], 10_000, plain)
-        with torch.no_grad():
-            logprobs = token_logprobs(old, micro.packed, micro.images, config)
-        assert (logprobs - micro.sampler_logprobs).abs().max() > 1e-2
 
 
 def changed(policy):
-    """Every weight that trains moved, alike in all its shards.
+    """Every weight that trains moved, alike in all its shards; by little.
 
-    By little: in a model with sharper attention both sides are 1e-4 and more off what fp64 computes (one in 30
-    samplings of a LoRA whose weights grew by 1.2 twice). Here 6e-6 at most of 100, and 0.4 under the weights before.
+    With sharper attention both sides are at times 1e-4 off what fp64 computes. Here 6e-6, and 0.4 under older weights.
     """
     with torch.no_grad():
         for weight in policy.parameters():
@@ -680,29 +585,28 @@ def sync_main(model, url, use_fsdp, use_peft):
 
 
 @pytest.mark.parametrize("use_peft", [False, True], ids=["full", "lora"])
-def test_sync_of_shards(vlm, url, tmp_path, use_peft):
+def test_sync_of_shards(vlm, vlm_server, tmp_path, use_peft):
     """FSDP2 over two ranks, tower and all: the server has what the trainer computes with."""
-    on_ranks(2, tmp_path, "test_images.sync_main", vlm, url, True, use_peft)
+    on_ranks(2, tmp_path, "test_images.sync_main", vlm, vlm_server, True, use_peft)
 
 
-def test_an_update_in_the_middle_of_completions(vlm, url):
+def test_an_update_in_the_middle_of_completions(vlm, vlm_server):
     """Their image is in a cached prefix when they begin, and the update makes the server read it again."""
     sampling = {"n": 4, "max_tokens": 80, "ignore_eos": True, "temperature": 1.0}
-    hits: list[Completion] = []
-    with on_server(vlm, url) as (rollouts, policy, config, _):
+    with on_server(vlm, vlm_server) as (rollouts, policy, config, _):
         prompt, images = processed(rollouts.run.prompts[2])
         first_block = prompt.token_ids[:32]  # of the server's cache
         assert policy.config.vision_end_token_id in first_block
         ask = partial(rollouts.pool.servers[0].generate, prompt.token_ids, images=images)
-        version = 0
-        while not hits and version < 20:  # until an update hits some
-            version += 1
+        for version in range(1, 20):  # until an update hits some
             changed(policy)
             ask(sampling | {"max_tokens": 1})
             with ThreadPoolExecutor(1) as pool:
                 reply = pool.submit(ask, sampling)
                 rollouts.publish(policy, version)
             hits = [c for c in reply.result() if len(version_spans(c.weight_versions)) == 2]
+            if hits:
+                break
         rows = [(prompt.token_ids, [hits[0].token_ids])]
         (row,) = prefix_attention.pack(rows, share_prefix=False)
         with torch.no_grad():
@@ -716,22 +620,18 @@ SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("llava", "ge
 
 @pytest.mark.parametrize("family", ["qwen3_vl", *SLOW])
 def test_other_families_with_the_server(family, tmp_path, monkeypatch):
-    """Images expand alike, names are the checkpoint's: agreement after an update of everything, tower by LoRA.
-
-    vLLM's attention on CPU does not let the tokens of an image see each other, as Gemma3's do on a GPU and in the
-    policy: there the policy is compared without.
-    """
+    """Images expand alike, names are the checkpoint's: agreement after an update of everything, tower by LoRA."""
     model = vision_models.save(family, tmp_path)
-    if family == "gemma3":
+    if family == "gemma3":  # whose image tokens see each other, but not in vLLM's attention on CPU
         monkeypatch.setattr(prefix_attention, "WHOLE_IMAGES", frozenset())
         monkeypatch.setattr(prefix_attention, "_kinds", lambda base, ids: torch.zeros_like(ids))
     with server(model, tmp_path / "log", "--limit-mm-per-prompt", '{"image": 2}') as started:
         sync_main(model, started.wait(), "False", "True")
 
 
-def test_placeholders_are_never_sampled(vlm, url):
+def test_placeholders_are_never_sampled(vlm, vlm_server):
     """The likeliest token made an image's placeholder: the server does not take it, and both sides leave it out."""
-    with on_server(vlm, url) as (rollouts, policy, config, device):
+    with on_server(vlm, vlm_server) as (rollouts, policy, config, device):
         prompt = rollouts.run.prompts[1]
         greedy = {"n": 1, "max_tokens": 1, "temperature": 0.0}
         (first,) = rollouts.pool.servers[0].generate(prompt.token_ids, greedy)
@@ -748,9 +648,9 @@ def test_placeholders_are_never_sampled(vlm, url):
         assert not any(image in c.token_ids for group in groups for c in group.completions)
 
 
-def test_a_second_turn_after_an_image(vlm, url):
+def test_a_second_turn_after_an_image(vlm, vlm_server):
     """The prompt's images go along; the rest of the ids are sent as they are."""
-    with on_server(vlm, url) as (rollouts, policy, config, _):
+    with on_server(vlm, vlm_server) as (rollouts, policy, config, _):
         (client,) = rollouts.pool.servers
         prompt, images = processed(rollouts.run.prompts[0])
         (turn,) = client.generate(prompt.token_ids, {"n": 1, "max_tokens": 3}, images=images)
@@ -764,17 +664,16 @@ def test_a_second_turn_after_an_image(vlm, url):
         assert gap.max() <= 1e-4
 
 
-def test_what_no_server_or_policy_takes_is_refused(vlm, url):
+def test_what_no_server_or_policy_takes_is_refused(vlm, vlm_server):
     """Placeholders without images, other tokens for an image, more images than the server was told."""
     sampling = {"n": 2, "max_tokens": 3}
-    with on_server(vlm, url) as (rollouts, _, config, _):
+    with on_server(vlm, vlm_server) as (rollouts, policy, config, _):
         (client,) = rollouts.pool.servers
         prompt, images = processed(rollouts.run.prompts[0])
-        image = AutoConfig.from_pretrained(vlm).image_token_id
         with pytest.raises(ValueError, match="pass images=prompt.images"):
             client.generate(prompt.token_ids, sampling)
         with pytest.raises(ValueError, match="placeholders of images"):
-            client.generate([*prompt.token_ids, image], sampling, images)
+            client.generate([*prompt.token_ids, policy.config.image_token_id], sampling, images)
         odd = [*prompt.token_ids[:-1], prompt.token_ids[-1] + 1]
         with pytest.raises(ServerError, match="a prompt has 25 tokens on .* and 25 here"):
             client.generate(odd, sampling, images)
@@ -783,10 +682,6 @@ def test_what_no_server_or_policy_takes_is_refused(vlm, url):
         (three,) = load(lambda: [{"prompt": "three", "images": [picture(0)] * 3}])
         with pytest.raises(ServerError, match=r"row 0 of dataset_id: .*(At most|at most) 2 image"):
             sample_group(Group(three), rollouts.pool, rollouts.run.processor, config)
-        sees = Completion([30, image], [0.0, 0.0], "stop", 0)
-        config = dataclasses.replace(config, rollout_fn=lambda *_: [sees])
-        with pytest.raises(ValueError, match="rollout_fn on row 0 of .*placeholder of an image"):
-            sample_group(Group(prompt), rollouts.pool, rollouts.run.processor, config, n=1)
 
 
 @pytest.mark.slow
@@ -795,12 +690,12 @@ def test_the_tiny_vlm_learns(tmp_path):
     build(tmp_path, seed=0)
     options = ("--max-num-seqs", "256")
     with server(str(tmp_path / "model"), tmp_path / "log", *options) as started:
-        flags = ["--model_id", tmp_path / "model", "--vllm_urls", started.wait()]
-        flags += ["--output_dir", tmp_path / "run"]
-        done = torchrun(1, "train.py", "recipes/tiny_vlm.py", *flags, timeout_s=2400)
+        places = {"model_id": tmp_path / "model", "output_dir": tmp_path / "run"}
+        words = flags(**places, vllm_urls=started.wait())
+        recipe = ROOT / "recipes" / "tiny_vlm.py"
+        done = on_forked_ranks(1, ROOT / "train.py", recipe, *words, timeout_s=2400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    accuracies = [
-        row["eval/accuracy"] for row in read(tmp_path, "metrics") if "eval/accuracy" in row
-    ]
-    assert accuracies[0] <= 0.5
-    assert accuracies[-1] >= accuracies[0] + 0.2
+    evaluated = [row for row in read(tmp_path, "metrics") if "eval/accuracy" in row]
+    before, after = (evaluated[place]["eval/accuracy"] for place in (0, -1))
+    assert before <= 0.5
+    assert after >= before + 0.2

@@ -1,6 +1,7 @@
 """The judge of recipes/judge.py, against a server that refuses, delays and counts."""
 
 import asyncio
+import importlib
 import json
 import threading
 import time
@@ -50,18 +51,14 @@ class Handler(BaseHTTPRequestHandler):
         if server.refuses_first and is_new:
             self.answer(429, {"error": {"message": "slow down"}})
             return
-        choice = {"index": 0, "finish_reason": "stop"}
-        choice["message"] = {"role": "assistant", "content": server.reply(question)}
-        fixed = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-        self.answer(200, {**fixed, "choices": [choice]})
+        message = {"role": "assistant", "content": server.reply(question)}
+        self.answer(200, {"choices": [{"message": message}]})
 
     def answer(self, status, content):
-        data = json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
         self.send_header("Retry-After-Ms", "10")  # read where a request is refused
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(json.dumps(content).encode())
 
     def log_message(self, *_):
         pass
@@ -138,17 +135,11 @@ def test_a_place_does_not_win(endpoint):
 
 def test_limits(endpoint, monkeypatch):
     """Requests begin at the pace of a worker, and no more than its places are open."""
+    importlib.reload(judge)  # with the endpoint's variables
     monkeypatch.setattr(judge, "AT_ONCE", 3)
     monkeypatch.setattr(judge, "PER_SECOND", 25.0)
-    monkeypatch.setattr(judge, "URL", f"http://127.0.0.1:{endpoint.server_port}/v1")
-    monkeypatch.setattr(judge, "REPLIES", judge.Path(judge.os.environ["JUDGE_REPLIES"]))
     texts = [f"text {number}" for number in range(12)]
-    cached = (judge.client, judge.limits, judge.database)
-    for kept in cached:
-        kept.cache_clear()
     assert asyncio.run(judge.graded(["post"] * 12, texts)) == [0.7] * 12
-    for kept in cached:
-        kept.cache_clear()
     assert endpoint.most <= 3
     # A request is sent after its turn, so two may arrive closer than their turns; all of them may not.
     assert endpoint.begun_s[-1] - endpoint.begun_s[0] >= 11 / 25 - 0.1

@@ -13,17 +13,19 @@ import launch
 import pytest
 from filelock import FileLock
 from helpers import (
-    CHAT_TEMPLATE,
     ENV,
-    RECIPE,
     ROOT,
     change,
+    finished,
     have_ended,
     living,
     make_model,
     processes_of,
     read_until,
+    start_as_a_user,
     wait_until,
+    write_program,
+    write_recipe,
 )
 
 from config import parse_args
@@ -35,18 +37,9 @@ SMALL = "--server_options", "--max-num-seqs 64"
 @pytest.fixture
 def my_recipe(tmp_path):
     """A short run of a tiny model, which has no server yet."""
-    model = make_model(tmp_path / "model", chat_template=CHAT_TEMPLATE)
-    path = tmp_path / f"recipe_{tmp_path.name}.py"
-    text = RECIPE.format(model=model, urls=["http://127.0.0.1:1"], output=str(tmp_path / "run"))
-    path.write_text(text.replace("vllm_urls=", "max_tokens_per_gpu=200, vllm_urls="))
+    path = write_recipe(tmp_path, make_model(tmp_path / "model"), ["http://127.0.0.1:1"])
+    change(path, "vllm_urls=", "max_tokens_per_gpu=200, vllm_urls=")
     return str(path)
-
-
-def launched(*words, env=ENV, **options):
-    """The command, once it has ended."""
-    return subprocess.run(
-        [*LAUNCH, *words], capture_output=True, text=True, env=env, timeout=120, check=False, **options
-    )  # fmt: skip
 
 
 def made(*words, gpus="", cwd=ROOT, **variables):
@@ -55,7 +48,7 @@ def made(*words, gpus="", cwd=ROOT, **variables):
     del env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpus
-    done = launched(*words, "--print", env=env, cwd=cwd)
+    done = finished(*LAUNCH, *words, "--print", env=env, cwd=cwd)
     if done.returncode:
         assert done.returncode == 1
         return done.stderr
@@ -163,21 +156,13 @@ def test_gpus_are_dealt(my_recipe):
 
 def test_gpus_that_nvidia_smi_counts(my_recipe, tmp_path):
     fake = tmp_path / "bin" / "nvidia-smi"
-    fake.parent.mkdir()
-    fake.write_text("#!/bin/sh\nprintf '0\\n1\\n2\\n'\n")
-    fake.chmod(0o755)
+    write_program(fake, "#!/bin/sh\nprintf '0\\n1\\n2\\n'\n")
     path = f"{fake.parent}:{ENV['PATH']}"
     (server, _), (trainer, _) = made(my_recipe, gpus=None, PATH=path)
     assert (server, trainer) == ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"})
     assert "and 3 are here" in made(my_recipe, "--trainers", "3", gpus=None, PATH=path)
     fake.write_text("#!/bin/sh\necho no devices were found\nexit 6\n")
     assert made(my_recipe, gpus=None, PATH=path)[0][0] == {}
-
-
-OTHER = """
-from dataclasses import replace
-config = replace(config, vllm_urls=[], parts=['recipes.replay.save'])
-"""
 
 
 @pytest.mark.parametrize(
@@ -189,6 +174,7 @@ config = replace(config, vllm_urls=[], parts=['recipes.replay.save'])
         ("", "--max-staleness=2", "3", ["2"]),
         ("", "--inflight_updates false", "3", []),  # which reads it
         ("**{'max_staleness': 1},", "", "3", []),  # if only the default
+        ("**dict([('max_staleness', 2)]),", "", "3", []),  # or by a value that it took from another
         ("", "", "", []),  # they share no GPU
         ("", "", "0,1", []),
     ],
@@ -200,22 +186,13 @@ def test_on_one_gpu_both_take_turns(my_recipe, said, words, gpus, given):
     assert re.findall(r"--max.staleness[ =](\d)", " ".join(trainer)) == given
 
 
-@pytest.mark.parametrize(("said", "given"), [("max_staleness=2,", False), ("", True)])
-def test_a_recipe_built_on_another_says_it_too(my_recipe, tmp_path, said, given):
-    """By its value, where that is not the default."""
-    change(my_recipe, "max_staleness=0,", said)
-    mine = tmp_path / f"built_{tmp_path.name}.py"
-    mine.write_text(f"from {Path(my_recipe).stem} import config\n")
-    _, (_, trainer) = made(str(mine), gpus="3")
-    assert ("--max_staleness" in trainer) == given
-
-
 def test_other_programs(my_recipe):
     """A doctor in the trainer's place; and a trainer of saved rollouts without servers."""
     _, (_, words) = made("--doctor", my_recipe, "--max_steps", "2")
     assert words[1:5] == ["scripts/doctor.py", my_recipe, "--max_steps", "2"]
-    with open(my_recipe, "a") as file:
-        file.write(OTHER)
+    change(
+        my_recipe, "vllm_urls=['http://127.0.0.1:1']", "parts=['recipes.replay.save'], vllm_urls=[]"
+    )
     ((_, words),) = made(my_recipe)
     assert "--vllm_urls" not in words
 
@@ -238,7 +215,7 @@ def test_other_programs(my_recipe):
 )
 def test_what_is_wrong_is_one_line(my_recipe, tmp_path, words, gpus, error):
     env = {**ENV, "CUDA_VISIBLE_DEVICES": gpus}
-    done = launched(my_recipe, *words.split(), env=env, cwd=tmp_path)
+    done = finished(*LAUNCH, my_recipe, *words.split(), env=env, cwd=tmp_path)
     assert re.fullmatch(f"error: .*{re.escape(error)}.*\n", done.stderr)
     assert not (tmp_path / "job.sh").exists()
 
@@ -249,26 +226,10 @@ def test_a_folder_with_a_run_in_it(my_recipe, tmp_path):
     log.parent.mkdir()
     log.write_text("of that run")
     with FileLock(tmp_path / "run" / "lock"):
-        done = launched(my_recipe)
+        done = finished(*LAUNCH, my_recipe)
     assert done.returncode == 1
     assert done.stderr == f"error: output_dir={tmp_path}/run has another run in it: end it first\n"
     assert log.read_text() == "of that run"
-
-
-def test_nothing_heavy_is_imported_before_it_must():
-    code = "import sys, launch; print({'torch', 'transformers', 'vllm'} & set(sys.modules))"
-    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT / "scripts", text=True)
-    assert printed == "set()\n"
-
-
-def started(*words):
-    """The command, from `/`; it hears the signals that tests in the background, or of `nohup`, do not."""
-    numbers = signal.SIGINT, signal.SIGHUP
-    return subprocess.Popen(
-        [*LAUNCH, *words], cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"},
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in numbers],
-    )  # fmt: skip
 
 
 def marked(my_recipe, program=""):
@@ -281,14 +242,13 @@ def marked(my_recipe, program=""):
     ]
 
 
-@pytest.mark.server
 @pytest.mark.slow
 def test_a_run_of_two_ranks(my_recipe, tmp_path):
     """An earlier run's log of a server is kept."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "server-0.log").write_text("earlier")
-    process = started(my_recipe, "--trainers", "2", "--max_steps", "2", *SMALL)
+    process = start_as_a_user(*LAUNCH, my_recipe, "--trainers", "2", "--max_steps", "2", *SMALL)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert re.search(r"starting the rollout server at (\S+) .*\n\1 serves\n", output), output
@@ -306,7 +266,7 @@ CAUGHT = [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 )
 def test_it_ends_with_all_that_it_started(my_recipe, number):
     """A signal that can be caught lets the trainer save its last step."""
-    process = started(my_recipe, "--max_steps", "1000", *SMALL)
+    process = start_as_a_user(*LAUNCH, my_recipe, "--max_steps", "1000", *SMALL)
     read_until(process, "step 1/1000")
     processes = processes_of(process.pid)
     assert len(processes) >= 4  # it, the server and its engine, the trainer
@@ -321,11 +281,11 @@ def test_it_ends_with_all_that_it_started(my_recipe, number):
         assert re.search(r"saved .*/checkpoint-\d+\n", output), output
 
 
-@pytest.mark.server
 @pytest.mark.slow
 def test_ctrl_c_while_the_server_loads(my_recipe, tmp_path):
     """It ends at once: end_all would wait 40 s for it."""
-    process, log = started(my_recipe, *SMALL), tmp_path / "run" / "server-0.log"
+    process = start_as_a_user(*LAUNCH, my_recipe, *SMALL)
+    log = tmp_path / "run" / "server-0.log"
     wait_until(lambda: log.exists() and "Loading safetensors" in log.read_text(), 120)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=35)
@@ -333,33 +293,28 @@ def test_ctrl_c_while_the_server_loads(my_recipe, tmp_path):
     assert not marked(my_recipe)
 
 
-@pytest.mark.server
+LOG = r"^error: the server at \S+ ended before it served, and the end of \S+/run/server-0\.log is\n"
+
+
 @pytest.mark.slow
-def test_a_server_that_does_not_start(my_recipe, tmp_path):
-    done = launched(my_recipe, "--server_options=--no-such-option")
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--server_options=--no-such-option"], LOG + r"(.*\n)*.*: --no-such-option"),
+        (["--eval_dataset_id", "no.jsonl", *SMALL], r"error: .*no\.jsonl.*\n\Z"),
+    ],
+)
+def test_a_server_or_a_trainer_that_does_not_start(my_recipe, words, error):
+    done = finished(*LAUNCH, my_recipe, *words)
     assert done.returncode == 1
-    log = re.escape(str(tmp_path / "run" / "server-0.log"))
-    said = rf"^error: the server at \S+ ended before it served, and the end of {log} is\n"
-    assert re.search(said, done.stderr, re.MULTILINE)
-    assert "unrecognized arguments: --no-such-option" in done.stderr
+    assert re.search(error, done.stderr, re.MULTILINE), done.stderr
     assert not marked(my_recipe)
 
 
-@pytest.mark.server
-@pytest.mark.slow
-def test_a_trainer_that_fails(my_recipe):
-    """Its own error is the last line, but for what ends it without a word."""
-    done = launched(my_recipe, "--eval_dataset_id", "no.jsonl", *SMALL)
-    assert done.returncode == 1
-    assert re.search("error: .*no.jsonl", done.stderr.splitlines()[-1])
-    assert not marked(my_recipe)
-
-
-@pytest.mark.server
 @pytest.mark.slow
 def test_a_server_that_dies_is_started_again(my_recipe):
     """The trainer, which waits for it, goes on; if it dies again within minutes it is given up."""
-    process = started(my_recipe, "--max_steps", "1000", *SMALL)
+    process = start_as_a_user(*LAUNCH, my_recipe, "--max_steps", "1000", *SMALL)
     for moment, word in (
         ("step 1/1000", "ended, and starts again"),
         (" is back", "ended again, and is given up"),
@@ -394,14 +349,11 @@ exit $status
 def job(my_recipe, tmp_path, *words):
     """The batch script, its path, and an environment with commands of Slurm that run all on this machine."""
     path, folder = tmp_path / "job.sh", tmp_path / "bin"
-    done = launched(my_recipe, "--slurm", path, *words)
+    done = finished(*LAUNCH, my_recipe, "--slurm", path, *words)
     assert done.stdout == f"sbatch {path}\n", done.stderr
-    subprocess.run(["bash", "-n", path], check=True)
-    folder.mkdir()
+    write_program(folder / "srun", SRUN)
     nodes = "#!/bin/sh\nprintf 'localhost\\n127.0.0.1\\n127.0.0.2\\n'\n"
-    for name, text in {"srun": SRUN, "scontrol": nodes}.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+    write_program(folder / "scontrol", nodes)
     while (port := launch.free_port()) >= 30_000:  # the job's number is at most 20,000 below
         pass
     env = {
@@ -418,8 +370,8 @@ def test_the_steps_of_a_job(my_recipe, tmp_path):
     words = "--server_nodes 1 --trainer_nodes 2 --gpus_per_node 4 --tensor_parallel 2 --seed 7"
     path, env = job(my_recipe, tmp_path, *words.split())
     stand_in = tmp_path / "bin" / "python"
-    stand_in.write_text("#!/bin/sh\nsleep 2\n")  # the steps of the servers are begun meanwhile
-    stand_in.chmod(0o755)
+    # The steps of the servers are begun meanwhile.
+    write_program(stand_in, "#!/bin/sh\nsleep 2\n")
     text = re.sub(r"python=\S+", f"python={stand_in}", path.read_text())
     text = text.replace(f"server=({sys.executable} ", "server=(true ")
     assert "#SBATCH --nodes=3 " in text
@@ -444,7 +396,6 @@ def test_the_steps_of_a_job(my_recipe, tmp_path):
         assert steps.count(said) == count, said
 
 
-@pytest.mark.server
 @pytest.mark.slow
 def test_a_job_of_two_nodes_that_train(my_recipe, tmp_path):
     """One server and two nodes of a rank, all on this CPU; the server ends with the trainer."""

@@ -2,19 +2,16 @@
 
 import asyncio
 import json
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import requests
+import torch
 from documents import DOCUMENTS, blocks
-from fake_server import fake_server
 from some_rewards import only_first
 from test_config import make as make_config
 from test_turns import TOOLS, ids_of, tokenizer_of
@@ -23,7 +20,7 @@ openai = pytest.importorskip("openai", reason="comes with vLLM")
 
 from recipes.openai_agent import hermes_calls, trained
 from rollouts.data import make_prompt
-from rollouts.group import ENVIRONMENT, Group, Prompt, version_spans
+from rollouts.group import ENVIRONMENT, Completion, Group, Prompt, version_spans
 from rollouts.scoring import check_rewards
 from vllm_client import Server, ServerLost
 
@@ -36,37 +33,40 @@ def tokenizer():
     return tokenizer_of("Qwen3")
 
 
-@pytest.fixture
-def scripted(models, tokenizer):
+class Scripted:
     """A rollout server that says what `replies` has for the last line of a prompt.
 
     It remembers the prompts that it was `asked`, and the `params` of sampling.
     """
 
-    def answer(prompt_ids, number):
-        said.asked.append(prompt_ids)
-        text = tokenizer.decode(prompt_ids)
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.replies: dict[str, str] = {}
+        self.asked: list[list[int]] = []
+        self.params: list[dict[str, Any]] = []
+        self.seconds = 0.0
+
+    def generate(self, prompt, params):
+        ids = torch.as_tensor(prompt).tolist()
+        self.asked.append(ids)
+        self.params.append(params)
+        text = self.tokenizer.decode(ids)
         asked = text.rpartition("\n<|im_start|>")[0] or text  # without the generation prompt
-        reply = next(text_of for part, text_of in said.replies.items() if part in asked)
-        ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
-        return [*ids, tokenizer.eos_token_id], said.seconds
-
-    def generate(ids, params):
-        said.params.append(params)
-        return ask_server(ids, params)
-
-    said = SimpleNamespace(tokenizer=tokenizer, asked=[], params=[], replies={}, seconds=0.0)
-    with fake_server(models["tied"], answer, with_logprobs=False, max_model_len=10_000) as fake:
-        said.server = Server(fake.url, 10, tokenizer)
-        ask_server = said.server.generate
-        said.server.generate = generate
-        yield said
+        reply = next(reply for part, reply in self.replies.items() if part in asked)
+        time.sleep(self.seconds)
+        said = self.tokenizer(reply + "<|im_end|>")["input_ids"]
+        return [Completion(said, [-1.0] * len(said), "stop", 0, prompt_ids=ids)]
 
 
-def run(scripted, agent, sampling=SAMPLING, max_len=5000, prompt=None, rollout_fn=None):
+@pytest.fixture
+def scripted(tokenizer):
+    return Scripted(tokenizer)
+
+
+def run(server, agent, sampling=SAMPLING, max_len=5000, prompt=None, rollout_fn=None):
     """The segments of one rollout of an agent."""
     rollout_fn = rollout_fn or trained(agent, max_len=max_len)
-    (segments,) = rollout_fn(scripted.server, prompt or Prompt(0, [5], "2+3", {}), sampling)
+    (segments,) = rollout_fn(server, prompt or Prompt(0, [5], "2+3", {}), sampling)
     return segments if isinstance(segments, list) else [segments]
 
 
@@ -74,26 +74,22 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def client_of(base_url, **options):
-    return openai.OpenAI(base_url=base_url, api_key="none", **{"max_retries": 0, **options})
-
-
-def ask(client, messages, **options):
-    """The message that answers."""
-    reply = client.chat.completions.create(model="policy", messages=messages, **options)
-    return reply.choices[0].message
-
-
 class Talk:
     """A conversation of an agent: each question is asked below all before it."""
 
-    def __init__(self, url, **options):
-        self.client = client_of(url, **options)
-        self.messages = []
+    def __init__(self, url, max_retries=0, timeout=None):
+        self.client = openai.OpenAI(
+            base_url=url, api_key="none", max_retries=max_retries, timeout=timeout
+        )
+        self.messages: list[Any] = []
+
+    def answer(self, messages, **options):
+        create = self.client.chat.completions.create
+        return create(model="policy", messages=messages, **options).choices[0].message
 
     def ask(self, text, **options):
         asked = [*self.messages, user(text)]
-        message = ask(self.client, asked, **options)
+        message = self.answer(asked, **options)
         self.messages = [*asked, message.model_dump()]
         return message.content
 
@@ -120,8 +116,8 @@ def test_what_a_row_gives_the_template_stands_below_what_a_request_gives(scripte
     thinks = {"chat_template_kwargs": {"enable_thinking": True}}
 
     def agent(url, prompt):
-        ask(client_of(url), prompt.content)
-        ask(client_of(url), [user("again")], extra_body=thinks)
+        Talk(url).answer(prompt.content)
+        Talk(url).answer([user("again")], extra_body=thinks)
 
     run(scripted, agent, prompt=prompt)
     own, of_request = scripted.asked
@@ -226,11 +222,8 @@ def test_a_lost_reply_trains_once(scripted):
     scripted.seconds = 0.5
 
     def agent(url, prompt):
-        address = urlsplit(url)
-        body = json.dumps({"messages": [user("lost")]})
-        head = f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection((address.hostname, address.port)) as connection:
-            connection.sendall((head + body).encode())
+        with pytest.raises(openai.APITimeoutError):
+            Talk(url, timeout=0.2).ask("lost")
         talk = Talk(url, timeout=0.2, max_retries=10)
         talk.ask("2+3")
         talk.ask("again")
@@ -260,7 +253,7 @@ def test_what_is_not_the_same_conversation(scripted, changes, tools, num_segment
         function = answer["tool_calls"][0]["function"]
         function["arguments"] = changes.get("arguments", function["arguments"])
         result = {"role": "tool", "tool_call_id": "x", "content": "5"}
-        ask(talk.client, [question, answer, result], **tools)
+        talk.answer([question, answer, result], **tools)
 
     check(scripted, agent, [" " + CALL, "done"], num_segments)
 
@@ -273,7 +266,7 @@ def test_a_question_asked_twice_is_a_branch(scripted):
         talk = Talk(url)
         talk.ask("2+3")
         for _ in range(2):
-            ask(talk.client, [*talk.messages, user("again")])
+            talk.answer([*talk.messages, user("again")])
 
     segments = check(scripted, agent, ["five", "three", "three"], 2)
     one, other = sorted(segments, key=lambda segment: len(segment.token_ids))
@@ -346,26 +339,20 @@ def test_stop_words_are_missing_in_the_reply(scripted):
     assert [params["stop"] for params in scripted.params] == [*stops, []]
 
 
-def test_the_last_answer_gives_the_messages(scripted, tokenizer):
+def test_the_last_answer_gives_the_messages(scripted):
     """Of two agents the one that asked first is answered last: its conversation is what rewards see."""
     scripted.replies = {"slow": "late", "quick": "early"}
-    generate = scripted.server.generate
-    first_is_in, second_is_out = threading.Event(), threading.Event()
-
-    def in_turn(ids, params):
-        if "slow" in tokenizer.decode(ids):
-            first_is_in.set()
-            second_is_out.wait(10)
-        return generate(ids, params)
+    generate = scripted.generate
 
     def agent(url, prompt):
-        with ThreadPoolExecutor() as threads:
-            threads.submit(Talk(url).ask, "slow")
-            first_is_in.wait(10)
+        def quick_first(ids, params):
+            scripted.generate = generate
             Talk(url).ask("quick")
-            second_is_out.set()
+            return generate(ids, params)
 
-    scripted.server.generate = in_turn
+        scripted.generate = quick_first
+        Talk(url).ask("slow")
+
     segments = run(scripted, agent)
     assert [message["content"] for message in segments[-1].info["messages"]] == ["slow", "late"]
     assert [segment.info for segment in segments[:-1]] == [{}]
@@ -376,7 +363,7 @@ def test_streams(scripted, tokenizer):
     asked = {"model": "policy", "messages": [user("2+3")], "tools": TOOLS}
 
     def agent(url, prompt):
-        client = client_of(url)
+        client = Talk(url).client
         create = partial(client.chat.completions.create, **asked)
         with client.chat.completions.stream(**asked) as stream:
             final = stream.get_final_completion().choices[0]
@@ -419,7 +406,7 @@ def test_requests_that_are_refused(scripted, options, message):
 
     def agent(url, prompt):
         with pytest.raises(openai.BadRequestError, match=message):
-            ask(client_of(url), **{"messages": [user("2+3")], **options})
+            Talk(url).answer(**{"messages": [user("2+3")], **options})
         assert requests.get(url.replace("/v1", "/v2"), timeout=5).ok
         assert requests.post(url, json={}, timeout=5).status_code == 404
         Talk(url).ask("2+3")
@@ -440,9 +427,8 @@ def test_what_an_agent_hands_back(scripted):
         check_rewards([Prompt(0, [5], "a", {"messages": []})], config)
 
 
-def test_a_lost_server_is_no_fault_of_the_agent(scripted):
+def test_a_lost_server_is_no_fault_of_the_agent(tokenizer):
     """The group is sampled again elsewhere, whatever the agent made of the error."""
-    lost: Any = SimpleNamespace(server=Server("http://127.0.0.1:9", 1, scripted.tokenizer))
 
     def agent(url, prompt):
         started_s = time.monotonic()
@@ -451,7 +437,7 @@ def test_a_lost_server_is_no_fault_of_the_agent(scripted):
         assert time.monotonic() - started_s < 3
 
     with pytest.raises(ServerLost):
-        run(lost, agent, max_len=100)
+        run(Server("http://127.0.0.1:9", 1, tokenizer), agent, max_len=100)
 
 
 def test_calls_of_tools():

@@ -9,7 +9,6 @@ import shutil
 import threading
 import urllib.error
 import urllib.request
-from http.server import ThreadingHTTPServer
 
 import pytest
 import run_page
@@ -40,24 +39,31 @@ def chromium():
 @pytest.fixture
 def visit(chromium):
     """Opens a page; at the end nothing may have failed in it, or asked for anything but itself."""
-    pages, complaints = [], []
+    contexts, complaints = [], []
 
-    def opened(address, **options):
-        context = chromium.new_context(**options)
+    def opened(address):
+        context = chromium.new_context()
+        contexts.append(context)
         page = context.new_page()
-        asked: list[str] = []
+
+        def look_at(request):
+            is_itself = request.url.split("#")[0] == address.split("#")[0]
+            if (
+                not is_itself
+                and not request.url.startswith("data:")
+                and not request.url.endswith("/state")
+            ):
+                complaints.append(request.url)
+
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda told: complaints.extend([told.text] * (told.type == "error")))
-        page.on("request", lambda request: asked.append(request.url))
-        pages.append((context, address, asked))
+        page.on("request", look_at)
         page.goto(address)
         return page
 
     yield opened
-    for context, address, asked in pages:
+    for context in contexts:
         context.close()
-        beside = [url for url in asked if url.split("#")[0] != address.split("#")[0]]
-        assert all(url.startswith("data:") or url.endswith("/state") for url in beside), beside
     assert not complaints
 
 
@@ -156,12 +162,13 @@ def test_a_step_sorted_filtered_and_linked(shown, visit):
 
 def test_a_filter_by_reward(shown, visit):
     """Of any function, between two bounds; what it did not judge is not among them."""
-    rows = [
-        sample(1, 0, n, rewards={"right": n / 4, "brief": None if n else 0.5}) for n in range(4)
-    ]
+    brief = [0.5, None, None, None]
+    rows = [sample(1, 0, n, rewards={"right": n / 4, "brief": brief[n]}) for n in range(4)]
     held_out = [{**sample(s, n, n), "set": ""} for s in (0, 1) for n in range(3)]
-    page = shown(rows, held_out)
+    page = shown([*rows, sample(1, 0, 4, reward=None, rewards={})], held_out)
     menu = page.get_by_label("filter by reward")
+    menu.select_option("no reward")
+    assert rewards(page) == ["none"]
     menu.select_option("brief")
     assert [text.split()[3] for text in figures(page)] == ["0"]
     menu.select_option("right")
@@ -174,23 +181,6 @@ def test_a_filter_by_reward(shown, visit):
     assert page.get_by_label("least reward").input_value() == "0.25"
     assert page.locator(".problem").count() == 2
     assert visit(page.url).locator(".problem").count() == 2
-
-
-def test_what_completions_have_in_common(shown):
-    """Also of those that are left by a filter, and where some have no reward."""
-    rows = [sample(1, 0, n, tokens=["admiration", "\n" * n]) for n in range(3)]
-    page = shown([*rows, sample(1, 0, 1), sample(1, 0, 0, reward=None)])
-    told = page.locator(".summary")
-    assert told.inner_text() == (
-        "5 completions, mean reward 0.25, 1 without one (0.25 × 2, 0 × 1, 0.5 × 1), 2 different; "
-        "3 times “admiration”"
-    )
-    page.get_by_placeholder("with this text").fill("admiration")
-    assert told.inner_text().startswith("3 completions, mean reward 0.25 (")
-    page.get_by_placeholder("with this text").fill("")
-    page.get_by_label("filter by reward").select_option("no reward")
-    (only,) = figures(page)
-    assert "reward none" in only
 
 
 def test_addresses_stay_out_of_a_page(tmp_path):
@@ -272,15 +262,11 @@ def test_tokens_say_what_they_are(shown):
     page = shown([row])
     page.locator("article .figures").first.click()
     tokens = page.locator(".tokens").last.locator(".token").all()
-    kinds = [
-        (token.inner_text(), set(token.get_attribute("class").split()) - {"token"})
-        for token in tokens
-    ]
-    assert kinds == [
-        ("think", set()),
-        (" so", {"unlikely"}),
-        ("[result]", {"from-environment"}),
-        (" yes", {"very-unlikely", "new-version"}),
+    assert [(token.inner_text(), token.get_attribute("class")) for token in tokens] == [
+        ("think", "token"),
+        (" so", "token unlikely"),
+        ("[result]", "token from-environment"),
+        (" yes", "token very-unlikely new-version"),
     ]
     titles = [token.get_attribute("title") for token in tokens]
     assert titles[1] == "1: log-prob -3 (p 0.0498), policy version 1"
@@ -404,17 +390,9 @@ def test_a_damaged_line_is_named(tmp_path):
 def test_a_page_that_is_served(tmp_path, monkeypatch, visit):
     """It follows its run, for this user alone: by a word in its address, and by no other host name."""
     folder = make_run(tmp_path / "run")
-    servers = []
-
-    def noted(*arguments):
-        servers.append(ThreadingHTTPServer(*arguments))
-        return servers[0]
-
     told: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr(run_page, "ThreadingHTTPServer", noted)
     monkeypatch.setattr(run_page, "print", lambda text, **_: told.put(text), raising=False)
-    thread = threading.Thread(target=run_page.serve, args=([folder], 0), daemon=True)
-    thread.start()
+    threading.Thread(target=run_page.serve, args=([folder], 0), daemon=True).start()
     address = told.get(timeout=60).split()[0]
     page = visit(address)
     assert step_of(page) == "6"
@@ -435,5 +413,3 @@ def test_a_page_that_is_served(tmp_path, monkeypatch, visit):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(request, timeout=10)
     assert b"GRPO runs" in urllib.request.urlopen(address, timeout=10).read()
-    servers[0].shutdown()
-    thread.join()

@@ -1,25 +1,16 @@
 """benchmarks/parity.py: what is called equal is, to rounding, and what is called different is not."""
 
-import json
-import subprocess
-import sys
-
 import pytest
-from helpers import ENV, ROOT
+from test_scripts import benchmark
 
 pytest.importorskip("trl", reason="of requirements/dev.txt")
-pytestmark = pytest.mark.server
 
 
+@pytest.mark.server
 def test_the_loss_is_trls(tmp_path):
-    output = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "parity.py"), "--quick"]
-    command += ["--json", str(output)]
-    subprocess.run(command, check=True, timeout=600, env=ENV, capture_output=True)
-    result = json.loads(output.read_text())
-    assert result["versions"]["trl"]
-    losses = [row for row in result["rows"] if row["part"] == "loss"]
-    (run,) = [row for row in result["rows"] if row["part"] == "run"]
+    rows = benchmark("parity", tmp_path / "out.json", "--quick")
+    losses = [row for row in rows if row["part"] == "loss"]
+    (run,) = [row for row in rows if row["part"] == "run"]
     equal = [row for row in losses if "why" not in row]
     assert {row["loss_type"] for row in equal} == {"grpo", "bnpo", "dr_grpo", "dapo", "cispo"}
     assert len(equal) == 23

@@ -1,6 +1,5 @@
 """`doctor.py --plan`: memory from shapes alone, against peaks that were measured on a GPU."""
 
-import json
 import math
 import re
 import shlex
@@ -11,20 +10,15 @@ import doctor
 import launch as launcher
 import memory
 import pytest
-from helpers import ROOT
+from helpers import ROOT, write_recipe
 from plan import CHANGES, OnPaper, Placement, Plan, Variants
+from test_evidence import H200, rows_of
 from transformers import Qwen3Config
 
 from benchmarks.common import MODELS
 from config import TrainConfig, UserError, parse_args
 from recipes.rewards import exact_match
 from recipes.teacher import Teacher
-
-RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
-
-
-def rows_of(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
 
 def on_paper(shape, **fields):
@@ -36,8 +30,8 @@ def on_paper(shape, **fields):
 @pytest.mark.parametrize("shape", ["4096,256,8", "8192,2048,16,1", "128,128,8,40"])
 def test_the_peak_of_a_row(shape):
     """Forward and backward of shared rows at 1.5B, fresh gradients included: within 2 % (seen: 0.5 %)."""
-    rows = [row for row in rows_of("prefix-1.5B") if "ours_mb" in row and "kernels" not in row]
-    (measured,) = [row for row in rows if row["shape"] == shape]
+    rows = [row for row in rows_of("prefix-1.5B", H200) if row["shape"] == shape]
+    (measured,) = [row for row in rows if "ours_mb" in row and "kernels" not in row]
     prompt, completion, size, *groups = map(int, shape.split(","))
     num_tokens = (groups or [1])[0] * (prompt + size * completion)
     policy = on_paper(MODELS["1.5B"], dtype="bfloat16", bf16=False)
@@ -55,7 +49,7 @@ def test_the_peak_of_a_row(shape):
 def test_the_peak_of_a_step(model, mode, fields):
     """All weights, and LoRA, two rows of 16,384 tokens: within 5 % (seen: 1 %)."""
     wanted = (f"Qwen3-{model}", mode)
-    (measured,) = [r for r in rows_of("steps") if (r["model"], r["mode"]) == wanted]
+    (measured,) = [r for r in rows_of("steps", H200) if (r["model"], r["mode"]) == wanted]
     policy = on_paper(MODELS[model] | {"tie_word_embeddings": True}, **fields)
     counted = policy.kept_bytes + policy.gradient_bytes + policy.measured_row(16384)
     assert counted / 2**30 == pytest.approx(measured["peak_gib"], rel=0.05)
@@ -189,11 +183,7 @@ def test_vision_models_are_refused(vlm):
 def test_the_command_line(models, tmp_path, monkeypatch, capsys):
     """It prints commands whose fields are read."""
     monkeypatch.chdir(ROOT)
-    recipe = tmp_path / f"planned_{tmp_path.name}.py"
-    recipe.write_text(
-        "from config import TrainConfig\nfrom recipes.rewards import exact_match\n"
-        f"config = TrainConfig(model_id={models['tied']!r}, dataset_id=list, reward_funcs=[exact_match])\n"
-    )
+    recipe = write_recipe(tmp_path, models["tied"], ["http://x"])
     given = "--lora_rank 8 --max_staleness=2 --use_peft true --max_tokens_per_gpu 9999"
     doctor.main([str(recipe), "--plan", "16GB", *given.split()])
     printed = capsys.readouterr().out

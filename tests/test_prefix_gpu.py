@@ -10,6 +10,7 @@ import torch
 from test_prefix_models import (
     FAMILIES,
     assert_equal_gradients,
+    dense,
     gradients,
     make_agents,
     make_groups,
@@ -18,7 +19,6 @@ from test_prefix_models import (
     shared_rows,
     stock,
 )
-from test_prefix_varlen import dense
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPast
 

@@ -3,7 +3,11 @@
 The reference runs each prompt and completion alone through the stock model, eager where sdpa leaves something out.
 """
 
+import contextlib
 import functools
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +16,9 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
-from prefix_attention import _Cascade, attach, completion_logprobs, pack
+import prefix_attention
+from prefix_attention import Tree, _Cascade, attach, completion_logprobs, pack
+from recipes import flash4
 
 VOCAB = 97
 SIZES: dict[str, Any] = {
@@ -120,10 +126,7 @@ def pairs(groups):
 
 
 def plain_logits(model, groups, temperature=1.0, table=None):
-    """For every completion the logits [n, V] of its tokens, each with its prompt alone, and the tokens.
-
-    With a table [V, hidden] the model gets its rows in place of token ids.
-    """
+    """Logits [n, V] of the tokens of each completion, with its prompt alone, and these; by ids or rows of a table."""
     for prompt, ids in pairs(groups):
         whole = torch.tensor([prompt + ids])
         inputs = {"input_ids": whole} if table is None else {"inputs_embeds": table[whole]}
@@ -222,10 +225,7 @@ def test_features_in_place_of_ids(family, share_prefix, exact):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointing_and_lora(family):
-    """Adapters on every linear layer, the head included, and recomputed.
-
-    Without them shared, padded and plain rows of an attached model are plain rows of the stock one.
-    """
+    """Adapters on every linear layer, the head included, and recomputed; without them rows are the stock model's."""
 
     def adapted(model):
         names = set()
@@ -262,3 +262,247 @@ def test_a_window_is_found_in_a_class_without_a_source():
         if "Attention" in kind.__name__:
             module.__class__ = type(f"FSDP{kind.__name__}", (kind,), {})
     assert attach(model, verify=False) is model
+
+
+@pytest.mark.parametrize("block", [1, 3, 512])
+@pytest.mark.parametrize("family", ["Mistral", "Gemma2", "GptOss"])
+def test_windows_that_bind_by_one_token(family, block, monkeypatch):
+    """Paths below, at and over the window, in blocks of queries smaller than a segment."""
+    monkeypatch.setattr(prefix_attention, "QUERY_BLOCK", block)
+    plain, shared = make_model(family, stock(family)), attach(make_model(family))
+    for length in range(4, 9):  # with two prompt tokens, all but the last forwarded
+        groups = [([5, 6], [list(range(10, 10 + length)), [7, 8]])]
+        got, expected = shared_rows(shared, groups), plain_rows(plain, groups)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+READS = [lambda logprobs, _: logprobs, lambda _, entropies: entropies, lambda a, b: a + 0.3 * b]
+
+
+@pytest.mark.parametrize("reads", READS, ids=["log-probs", "entropies", "both"])
+@pytest.mark.parametrize("chunk", [1, 97 * 5, 1 << 24])
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3"])
+def test_the_head_in_chunks(family, chunk, reads, exact, monkeypatch):
+    """At a temperature, without two tokens; Gemma3 has a softcap. fp64: the order of summation."""
+    monkeypatch.setitem(prefix_attention.HEAD_CHUNK, "cpu", chunk)
+    plain = make_model(family, stock(family), torch.float64)
+    forbidden = [1, 2]
+    logprobs, entropies = [], []
+    for logits, ids in plain_logits(plain, make_groups(), 0.7):
+        allowed = logits.index_fill(-1, torch.tensor(forbidden), -torch.inf).log_softmax(-1)
+        logprobs.append(allowed[range(len(ids)), ids])
+        entropies.append(-(allowed.exp() * allowed.nan_to_num(neginf=0.0)).sum(-1))
+    expected = [torch.cat(logprobs), torch.cat(entropies)]
+
+    ours = attach(make_model(family, dtype=torch.float64))
+    (row,) = pack(make_groups())
+    found = completion_logprobs(ours, row, 0.7, return_entropy=True, forbidden=forbidden)
+    got = [values[row.index.argsort()] for values in found]
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    of_ours = gradients(ours, reads(*got))
+    of_plain = gradients(plain, reads(*expected))
+    assert_equal_gradients(of_ours, of_plain, 1e-10)
+
+
+# -- the kernels of GPUs, written out ----------------------------------------------------------------------------------
+# Of torch 2.11 to 2.13, `mha_varlen_fwd` and `mha_varlen_bwd` in native/transformers/cuda/flash_attn/flash_api.cpp:
+# [T, H, D], int32 lengths, causal from the bottom right, natural log-sum-exp [H, T] in one piece.
+
+
+def pieces(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, scale):
+    """Queries, keys, and scores [H, L, K] of every sequence, after the kernels' checks."""
+    assert k.shape == v.shape == (len(k), k.shape[1], q.shape[2])
+    assert q.shape[1] % k.shape[1] == q.shape[2] % 8 == dropout == 0
+    assert all(t.stride(2) == 1 and t.stride(0) % 8 == t.stride(1) % 8 == 0 for t in (q, k, v))
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    ends = cu_q.tolist(), cu_k.tolist()
+    assert [(end[0], end[-1]) for end in ends] == [(0, len(q)), (0, len(k))]
+    spans = [[slice(*pair) for pair in pairwise(end)] for end in ends]
+    lengths = [[span.stop - span.start for span in of] for of in spans]
+    assert [min(of) > 0 for of in lengths] == [True, True]  # no log-sum-exp would be there to merge
+    assert [max(of) for of in lengths] == [max_q, max_k]
+    for rows, columns in zip(*spans, strict=True):
+        keys = k[columns].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = torch.einsum("lhd,khd->hlk", q[rows], keys) * scale
+        if is_causal:
+            later = 1 + scores.shape[2] - scores.shape[1]
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(later)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        yield rows, columns, scores
+
+
+def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, return_debug_mask, *, scale):
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
+    lengths = cu_q, cu_k, max_q, max_k
+    for rows, columns, scores in pieces(q, k, v, *lengths, dropout, is_causal, scale):
+        lse[:, rows] = scores.logsumexp(-1)
+        values = v[columns].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        out[rows] = torch.einsum("hlk,khd->lhd", scores.softmax(-1), values)
+    return out, lse, *torch.zeros(2, 2, dtype=torch.uint64), q.new_empty(0)
+
+
+def backward(
+    grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, is_causal, seed, offset, *, scale
+):  # fmt: skip
+    """p is made again from the given log-sum-exp, rowsum(grad·out) from the given out."""
+    assert grad.shape == out.shape == q.shape
+    assert lse.shape == (q.shape[1], len(q))
+    assert lse.is_contiguous()  # the kernel reads from its first address on
+    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    lengths = cu_q, cu_k, max_q, max_k
+    for rows, columns, scores in pieces(q, k, v, *lengths, dropout, is_causal, scale):
+        keys, values = (t[columns].repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        p = (scores - lse[:, rows, None]).exp()
+        delta = (grad[rows] * out[rows]).sum(-1).T[..., None]
+        ds = p * (torch.einsum("lhd,khd->hlk", grad[rows], values) - delta) * scale
+        dq[rows] = torch.einsum("hlk,khd->lhd", ds, keys)
+        of_keys = torch.einsum("hlk,lhd->khd", ds, q[rows])
+        of_values = torch.einsum("hlk,lhd->khd", p, grad[rows])
+        dk[columns] = of_keys.unflatten(1, (k.shape[1], -1)).sum(2)
+        dv[columns] = of_values.unflatten(1, (k.shape[1], -1)).sum(2)
+    return dq, dk, dv
+
+
+@contextlib.contextmanager
+def written_out():
+    """Tensors on the CPU take the CUDA branch, with the kernels above; gives the queries and keys of each forward."""
+    shapes = []
+
+    def noted(q, k, *arguments, **options):
+        shapes.append((len(q), len(k)))
+        return forward(q, k, *arguments, **options)
+
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        torch.library._scoped_library("aten", "IMPL") as library,
+    ):
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        library.impl("_flash_attention_forward", noted, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        yield shapes
+
+
+@contextlib.contextmanager
+def flash_attention_4():
+    """The same by recipes/flash4.py, with the names, order and results of vLLM 0.32's copy."""
+
+    def forward_4(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        return_lse,
+    ):  # fmt: skip
+        assert len(cu_seqlens_q) <= 257
+        limits = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, False
+        out, lse, *_ = forward(q, k, v, *limits, scale=softmax_scale)
+        return out, lse if return_lse else None, None, None
+
+    def backward_4(
+        q, k, v, out, dout, lse, softmax_scale, causal, *, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k,
+    ):  # fmt: skip
+        limits = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, None, None
+        return backward(dout, q, k, v, out, lse, *limits, scale=softmax_scale)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("_flash", "_flash_backward"):  # put back at the end
+            patched.setattr(prefix_attention, name, getattr(prefix_attention, name))
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        patched.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        kernels = SimpleNamespace(_flash_attn_fwd=forward_4, _flash_attn_bwd=backward_4)
+        package = SimpleNamespace(interface=kernels)
+        patched.setitem(sys.modules, "vllm.vllm_flash_attn", SimpleNamespace())
+        patched.setitem(sys.modules, "vllm.vllm_flash_attn.cute", package)
+        flash4.use_flash_attention_4()
+        yield
+
+
+def test_flash_attention_4_ends_a_run_for_which_it_was_not_tried(monkeypatch):
+    """An error would be taken for one of the model: sharing would be off, and the run go on."""
+    monkeypatch.setattr(prefix_attention, "_flash", flash4.forward)
+    with pytest.raises(SystemExit, match="not been tried with .* on cpu: leave out"):
+        attach(make_model("Llama"), verify=True)
+
+
+def test_flash_attention_4_leaves_calls_of_many_pieces():
+    segments = []
+    for number in range(300):
+        segments += [(2 * number, 2, 0, 0), (600 + number, 1, 2, 0)]
+    draw = lambda heads: torch.randn(900, heads, 64, dtype=torch.float64, requires_grad=True)
+    tensors = [draw(4), draw(2), draw(2)]
+
+    def results():
+        out = _Cascade.apply(*tensors, None, Tree(segments), 0.1)
+        return [out, *torch.autograd.grad(out.square().sum(), tensors)]
+
+    expected = results()
+    with written_out(), flash_attention_4():
+        got = results()
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def dense(q, k, v, segments, scale, sinks=None):
+    """Attention [T, H, D] written out, with the mask of the segments."""
+    total = len(q)
+    mask = torch.zeros(total, total, dtype=torch.bool)
+    path: list[int] = []
+    for start, length, depth, sees_all in segments:
+        own = torch.ones(length, length, dtype=torch.bool)
+        path = path[:depth]
+        mask[start : start + length, path] = True
+        mask[start : start + length, start : start + length] = own if sees_all else own.tril()
+        path += range(start, start + length)
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
+    scores = torch.einsum("lhd,khd->hlk", q, k) * scale
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, total, 1)], -1)
+    return torch.einsum("hlk,khd->lhd", scores.softmax(-1)[..., :total], v)
+
+
+@pytest.mark.parametrize("kernels", [contextlib.nullcontext, written_out, flash_attention_4])
+def test_segments_that_see_all_of_themselves(kernels):
+    """Images in two prompts, with text before, behind and below: against a dense mask."""
+    plan = [
+        (0, 3, 0, 0), (3, 4, 3, 1), (7, 3, 7, 0), (14, 1, 10, 0), (10, 4, 9, 0), (15, 4, 0, 1),
+        (19, 6, 4, 0),
+    ]  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda heads: torch.randn(25, heads, 64, generator=generator, dtype=torch.float64)
+    q, k, v = tensors = [draw(heads).requires_grad_() for heads in (4, 2, 2)]
+    expected = dense(q, k, v, plan, 0.1)
+    weights = draw(4)
+    of_expected = torch.autograd.grad((expected * weights).sum(), tensors)
+    with kernels():
+        got = _Cascade.apply(q, k, v, None, Tree(plan), 0.1)
+        of_cascade = torch.autograd.grad((got * weights).sum(), tensors)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(of_cascade, of_expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_to_the_last_digit(family, on_gpu, exact):
+    """fp64 against plain rows, casts lifted: what is left is the order of summation."""
+    plain = make_model(family, stock(family), torch.float64)
+    shared = attach(make_model(family, dtype=torch.float64))
+    groups = [*make_groups(), *make_agents(), ([5], [[6, 7]]), ([8, 9, 10], [[11, 12]])]
+    expected = plain_rows(plain, groups, 0.7)
+    of_plain = gradients(plain, expected)
+    has_no_kernel = family in ("Mistral", "Gemma2")  # windows that bind in every layer, softcaps
+    for max_tokens in (None, 48):
+        with written_out() if on_gpu else contextlib.nullcontext() as calls:
+            got = shared_rows(shared, groups, max_tokens, temperature=0.7)
+            of_shared = gradients(shared, got)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+        assert_equal_gradients(of_shared, of_plain, 1e-10)
+        assert bool(calls) == (on_gpu and not has_no_kernel)
+
+
+def test_one_call_per_level():
+    """Of all branches, and never more keys than the row has tokens."""
+    # Stripped thoughts: branches that see 14, 10, 6 and 2 tokens of a history.
+    segments = [([1, 2, *range(20, 20 + 4 * n)], [10 + n] * 3) for n in range(5)]
+    (row,) = pack([([1, 2], [segments])])
+    model = attach(make_model("Llama"))
+    with written_out() as shapes:
+        completion_logprobs(model, row).sum().backward()
+    assert shapes == [(28, 28), (4, 24), (4, 8)] * len(model.model.layers)

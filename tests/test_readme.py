@@ -2,11 +2,8 @@
 
 import contextlib
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 from documents import DOCUMENTS, README, blocks, commands, metrics
 from forked import Forked
 from helpers import CHAT_TEMPLATE, ENV, ROOT, free_port, make_model, read
-from launch import LocalServer
+from launch import LocalServer, end_all, popen
 
 SMALL = "--max_completion_len 8 --batch_size 4 --num_generations 4 --max_tokens_per_gpu 2048 --max_steps 1"
 OF_MATH = "--dataset_id math.jsonl --eval_dataset_id none --eval_steps 0"
@@ -24,12 +21,8 @@ FOLDERS = ("recipes", "rollouts", "training", "weights", "server", "scripts", "b
 SERVING = {**ENV, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 TRAINS = re.compile(r"(\w+=\S+ )*(torchrun .*|python )train\.py ")
 PLAIN_LOOP = "python -m recipes.plain_loop "
-TRAINING = [
-    block
-    for text in DOCUMENTS.values()
-    for block in commands(text)
-    if any(map(TRAINS.match, block))
-]
+BLOCKS = [block for text in DOCUMENTS.values() for block in commands(text)]
+TRAINING = [block for block in BLOCKS if any(map(TRAINS.match, block))]
 
 
 def make_clone(folder):
@@ -53,20 +46,12 @@ def started(line, folder, env, url=""):
         more = dict(word.split("=", 1) for word in given[1].split())
         process: Any = Forked(["python", *shlex.split(given[2])], log, env | more)
     else:
-        with log.open("w") as out:
-            command = ["bash", "-c", f"source .venv/bin/activate; {line}"]
-            process = subprocess.Popen(
-                command, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True
-            )
+        command = f"cd {folder}; source .venv/bin/activate; {line}"
+        process = popen(["bash", "-c", command], log, env)
     try:
         yield LocalServer(url, process, log)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        end_all([process])
 
 
 def with_stand_ins(block, model):

@@ -1,9 +1,7 @@
 """Every recipe runs, against a real server, on tiny stand-ins of its model and of its data's schema."""
 
-import difflib
 import json
 import math
-import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,10 +21,6 @@ from prefix_attention import attach
 from recipes import countdown, dpo, score, tiny_vlm, trackers
 from train import main
 
-NO_RECIPES = {
-    "flash4", "plain_loop", "rewards", "openai_agent", "openai_protocol", "turns", "advantages", "losses", "dpo", "score",
-    "replay", "teacher",
-}  # fmt: skip
 SORT = [{"prompt": f"{10000000 + 7 * i}=", "answer": "00000001"} for i in range(16)]
 GSM8K = [
     {"question": f"Tom has {i} pens and {i} more.", "answer": f"He has\n#### {1000 + i:,}"}
@@ -59,8 +53,8 @@ def chat(tmp_path_factory):
 
 @pytest.mark.house
 def test_every_recipe_is_here():
-    files = {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert files - NO_RECIPES == set(DATA)
+    files = (ROOT / "recipes").glob("*.py")
+    assert {path.stem for path in files if "\nconfig = " in path.read_text()} == set(DATA)
 
 
 @pytest.mark.parametrize(
@@ -78,17 +72,15 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
         monkeypatch.setenv("JUDGE_REPLIES", str(tmp_path / "replies.sqlite"))
         request.addfinalizer(judge.shutdown)
     path = ROOT / "recipes" / f"{name}.py"
-    text = path.read_text()
-    assert len(text.splitlines()) <= (200 if name == "judge" else 90)
-    assert f"recipes/{name}.py" in text.split('"""')[1] or name == "tiny"  # how to start it
+    how_to_start_it = path.read_text().split('"""')[1]
+    assert f"recipes/{name}.py" in how_to_start_it or name == "tiny"
     model, url = chat
     if name in ("tiny_vlm", "geometry3k"):
         model, url = request.getfixturevalue("vlm"), request.getfixturevalue("vlm_server")
     config = parse_args([str(path)])
     data = geometry(tmp_path) if name == "geometry3k" else DATA[name]
     if isinstance(data, list):
-        (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
-        data = str(tmp_path / "data.jsonl")
+        data = partial(list, data)
     teacher = None
     if config.reference_id:
         teacher = make_model(tmp_path / "teacher", layers=3, chat_template=CHAT_TEMPLATE)
@@ -116,15 +108,6 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
 
 
-@pytest.mark.house
-@pytest.mark.parametrize("name", ["own_reward", "own_data", "own_loss"])
-def test_what_is_ones_own_takes_ten_lines(name):
-    """Against `recipes/tiny.py`, of which it is a copy: lines written or changed, blank ones aside."""
-    base, own = ((ROOT / "recipes" / f"{n}.py").read_text().splitlines() for n in ("tiny", name))
-    written = [line for line in difflib.ndiff(base, own) if re.match(r"\+ .*\S", line)]
-    assert 0 < len(written) <= 10
-
-
 def answers_logprobs(model, groups):
     """The log-prob of each answer, by one plain forward."""
     lengths = [len(ids) for _, answers in groups for ids in answers]
@@ -134,9 +117,8 @@ def answers_logprobs(model, groups):
 def test_dpo(tmp_path):
     """The loss and its gradient against whole rows, one per answer."""
     folder = make_model(tmp_path / "model")
-    policy, reference = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for _ in range(2)
-    )
+    load = partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float64)
+    policy, reference = load(), load()
     with torch.no_grad():
         for weight in reference.parameters():
             weight.add_(0.02 * torch.randn_like(weight))
@@ -145,13 +127,13 @@ def test_dpo(tmp_path):
     ratios = answers_logprobs(policy, pairs) - answers_logprobs(reference, pairs).detach()
     wanted = -logsigmoid(dpo.BETA * (ratios[::2] - ratios[1::2])).mean()
     wanted.backward()
-    gradients = {name: weight.grad for name, weight in policy.named_parameters()}
+    gradients = [weight.grad for weight in policy.parameters()]
     policy.zero_grad()
     loss = dpo.dpo_loss(attach(policy), attach(reference), pairs)
     loss.backward()
     assert torch.allclose(loss, wanted, rtol=1e-8)  # RMSNorm computes in fp32
-    for name, weight in policy.named_parameters():
-        torch.testing.assert_close(weight.grad, gradients[name], rtol=1e-4, atol=1e-8)
+    found = [weight.grad for weight in policy.parameters()]
+    torch.testing.assert_close(found, gradients, rtol=1e-4, atol=1e-8)
 
 
 def test_dpo_script_learns(tmp_path, capsys, monkeypatch):

@@ -102,32 +102,26 @@ def test_boxed_exact():
     assert exact_match(["4"], [4]) == boxed_exact([r"\boxed{4}"], [4]) == [1.0]  # as numbers
 
 
-@pytest.mark.parametrize(
-    ("text", "truth"),
-    [
-        (r"\boxed{1} no: \boxed{2}", "2"), (r"\boxed{2+2}", "4"), (r"\boxed{1\,000}", "1000"),
-        (r"\boxed{\sqrt{12}}", r"2 \sqrt { 3 }"), (r"\boxed{1{,}000}", 1000), ("It is 72.", "72."),
-        (r"\boxed{10^5}", "100000"), (r"\boxed{2^{16}}", 65536), (r"\boxed{\text{east}}", "east"),
-        (r"\boxed{\text{Even}}", r"\text{even}"), (r"\boxed{\textbf{Monday}}", "Monday"),
-        (r"\fbox{3}", "3"), (r"$\boxed 5$", "5"), (r"\boxed{1} so \fbox{2}", "1"),
-        (r"\boxed{72.}", "72"), (r"\boxed{72}", "72."), ("The answer is 5", "5"), ("It is 5", 5),
-    ],
-)  # fmt: skip
-def test_math_answer(text, truth):
-    assert math_answer([text], [truth]) == [1]
+MATH_RIGHT = [
+    (r"\boxed{1} no: \boxed{2}", "2"), (r"\boxed{2+2}", "4"), (r"\boxed{1\,000}", "1000"),
+    (r"\boxed{\sqrt{12}}", r"2 \sqrt { 3 }"), (r"\boxed{1{,}000}", 1000), ("It is 72.", "72."),
+    (r"\boxed{10^5}", "100000"), (r"\boxed{2^{16}}", 65536), (r"\boxed{\text{east}}", "east"),
+    (r"\boxed{\text{Even}}", r"\text{even}"), (r"\boxed{\textbf{Monday}}", "Monday"),
+    (r"\fbox{3}", "3"), (r"$\boxed 5$", "5"), (r"\boxed{1} so \fbox{2}", "1"),
+    (r"\boxed{72.}", "72"), (r"\boxed{72}", "72."), ("The answer is 5", "5"), ("It is 5", 5),
+]  # fmt: skip
+MATH_WRONG = [
+    (r"\boxed{1} and \boxed{2}", "1"), (r"\boxed{1}. The final answer is 2.", "2"),
+    (r"\boxed{1} \boxed{2", "1"), (r"\boxed{\text{seat}}", "east"), (r"\boxed{101_3}", "101_2"),
+    (r"\boxed{\text{ Tuesday}}", r"\text{ Monday}"), (r"\boxed{}", r"\text{ Monday}"),
+    ("The answer is 6", "5"), ("", "5"), (r"\boxed", "5"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "truth"),
-    [
-        (r"\boxed{1} and \boxed{2}", "1"), (r"\boxed{1}. The final answer is 2.", "2"),
-        (r"\boxed{1} \boxed{2", "1"), (r"\boxed{\text{seat}}", "east"), (r"\boxed{101_3}", "101_2"),
-        (r"\boxed{\text{ Tuesday}}", r"\text{ Monday}"), (r"\boxed{}", r"\text{ Monday}"),
-        ("The answer is 6", "5"), ("", "5"), (r"\boxed", "5"),
-    ],
-)  # fmt: skip
-def test_wrong_math_answer(text, truth):
-    assert math_answer([text], [truth]) == [0]
+def test_math_answer():
+    for text, truth in [*MATH_RIGHT, *MATH_WRONG]:
+        value = float((text, truth) in MATH_RIGHT)
+        assert math_answer([text], [truth]) == [value], (text, truth)
 
 
 def test_long_texts_take_no_time():
@@ -157,17 +151,13 @@ def test_format():
 def test_length_penalties():
     """By hand: DAPO's equation 13 with 100 of 300 tokens as the cushion; the cosine at its start, middle and end."""
     ids = [[0] * length for length in (0, 200, 250, 300, 400)]
-    assert length_penalty(300, cushion=100)(completion_ids=ids) == [0, 0, -0.5, -1, -1]
+    soft = length_penalty(300, cushion=100)
+    assert called(soft, 20, completion_ids=ids) == [0, 0, -0.5, -1, -1]
     scaled = length_penalty(200, verifier=exact_match)
-    texts, answers = ["a", "a", "a", "b", "b", "b", "b"], ["a"] * 7
     lengths = [[0] * length for length in (0, 100, 200, 0, 100, 199, 500)]
-    values = scaled(completion_ids=lengths, completions=texts, answer=answers)
+    arguments = {"completion_ids": lengths, "completions": [*"aaabbbb"], "answer": ["a"] * 7}
+    values = called(scaled, 20, **arguments)
     assert values == pytest.approx([1.0, 0.75, -1.0, -1.0, -0.75, -0.5, -1.0], abs=1e-4)
-    arguments = {"completion_ids": lengths, "completions": texts, "answer": answers}
-    assert called(scaled, 20, **arguments) == values
-    assert called(length_penalty(300, 100), 20, completion_ids=ids) == [0, 0, -0.5, -1, -1]
-    best = called(best_of(exact_match, sometimes), 20, **arguments)
-    assert best == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
     own = Cosine(100, sometimes, right=(2.0, 1.0), wrong=(-3.0, -1.0), exceeded=-9.0)
     half = {"completions": ["a", "b"], "answer": ["a", "a"]}
     assert own(completion_ids=[[0] * 50] * 2, **half) == [None, -2.0]
@@ -176,6 +166,13 @@ def test_length_penalties():
 
 def sometimes(completions, **_):
     return [None if text == "a" else 0.5 for text in completions]
+
+
+def test_best_of():
+    """The better of two, None only where neither applies."""
+    texts = {"completions": ["a", "b"], "answer": ["a", "a"]}
+    assert called(best_of(exact_match, sometimes), 20, **texts) == [1.0, 0.5]
+    assert called(best_of(sometimes, sometimes), 20, **texts) == [None, 0.5]
 
 
 async def later(**_) -> Any:

@@ -4,11 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import test_prefix_models
 import torch
 import transformers
 from doctor import examine
 from fake_server import fake_server
-from helpers import RECIPE, answer_in, far_from_uniform, make_tokenizer
+from helpers import ROOT, VOCAB, answer_in, far_from_uniform, flags, make_tokenizer
 from launch import parse, server_words
 from transformers import AutoModelForCausalLM
 
@@ -19,18 +20,14 @@ from recipes.teacher import Teacher
 from train import main
 from vllm_client import ServerError
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 2,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+SIZES = test_prefix_models.SIZES | {"vocab_size": len(VOCAB), "hidden_size": 64}
 THETA = {"rope_theta": 1e4}
 LONG = [1 + 59 * (i / 7) ** 2 for i in range(8)]
 LONGROPE = THETA | {
     "rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": [1.0] * 8, "long_factor": LONG,
 }  # fmt: skip
 DYNAMIC = THETA | {"rope_type": "dynamic", "factor": 2.0}
-YARN = THETA | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = THETA | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 BY_LAYER = {"full_attention": LONGROPE, "sliding_attention": THETA | {"rope_type": "default"}}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512}
@@ -39,7 +36,7 @@ PHI = {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE}
 CHOOSE: list[Any] = [  # by a text's length: the config, and up to which length
     ("Phi3", PHI, 64),
     ("Llama", {"rope_parameters": LONGROPE}, 64),
-    ("Llama", {"rope_parameters": DYNAMIC}, 256),
+    ("Llama", {"rope_parameters": DYNAMIC}, 128),
     ("Qwen2", {"rope_parameters": DYNAMIC, "max_position_embeddings": 100}, 100),
     ("Gemma3Text", {"rope_parameters": BY_LAYER, **LAYERS}, 64),
 ]
@@ -83,7 +80,7 @@ def test_no_text_changes_its_neighbours(kind, fields, limit):
 def test_vision_language_models():
     """It is their text model that chooses."""
     text = transformers.LlamaConfig(**SIZES, rope_parameters=DYNAMIC).to_dict()
-    assert rope_limit(transformers.LlavaConfig(text_config=text)) == 256
+    assert rope_limit(transformers.LlavaConfig(text_config=text)) == 128
     assert rope_limit(transformers.Qwen2VLConfig()) == ANY
 
 
@@ -96,35 +93,24 @@ def phi(tmp_path_factory):
     return path
 
 
-def recipe_of(tmp_path, model, url):
-    """A short run of a model against a server."""
-    path = tmp_path / f"recipe_{tmp_path.name}.py"
-    path.write_text(RECIPE.format(model=str(model), urls=[url], output=str(tmp_path / "run")))
-    return str(path)
-
-
-def config_for(phi, tmp_path, fake):
-    return parse_args([recipe_of(tmp_path, phi, fake.url), "--max_steps", "1"])
-
-
 CURE = "give it --max-model-len 64$"
 
 
 @pytest.mark.parametrize("run", [main, examine, plain_loop.main], ids=["train", "doctor", "plain"])
-def test_a_server_of_long_texts_is_refused(phi, tmp_path, run):
+def test_a_server_of_long_texts_is_refused(phi, recipe, run):
     """vLLM takes the long factors for all of its texts; at the start, and with the cure, also to the doctor."""
     refused = pytest.raises(ServerError, match=CURE)
     with fake_server(phi, answer_in(0.0), max_model_len=65) as fake, refused:
-        run(replace(config_for(phi, tmp_path, fake), logged_groups=8))
+        run(parse_args([recipe(fake), *flags(model_id=phi, logged_groups=8)]))
 
 
-def test_a_teachers_server_too(phi, tmp_path):
+def test_a_teachers_server_too(phi, recipe, tmp_path):
     """And with a server of short texts, a run trains."""
     with (
         fake_server(phi, answer_in(0.0), max_model_len=64) as fake,
         fake_server(phi, answer_in(0.0), max_model_len=128) as theirs,
     ):
-        config = config_for(phi, tmp_path, fake)
+        config = parse_args([recipe(fake), *flags(model_id=phi, max_steps=1)])
         with pytest.raises(ServerError, match=f"^{theirs.url} .*{CURE}"):
             main(replace(config, beta=0.1, parts=[Teacher(theirs.url)]))
         main(config)
@@ -134,9 +120,9 @@ def test_a_teachers_server_too(phi, tmp_path):
 @pytest.mark.parametrize(("kind", "fields", "limit"), [CHOOSE[0], CHOOSE[3]])
 def test_launch_keeps_to_it(kind, fields, limit, tmp_path):
     """Whether the trainer's bound is above the model's length, between both, or below."""
-    build(kind, fields).save_pretrained(tmp_path / "model")
-    recipe = recipe_of(tmp_path, tmp_path / "model", "http://x:1")
+    build(kind, fields).save_pretrained(tmp_path)
     for bound in (30, 80, 200, 16384):
-        args, _, config = parse([recipe, "--max_tokens_per_gpu", str(bound), "--print"])
+        words = flags(model_id=tmp_path, max_tokens_per_gpu=bound)
+        args, _, config = parse([str(ROOT / "recipes" / "tiny.py"), *words, "--print"])
         given = server_words(args, config)
         assert given[given.index("--max-model-len") + 1] == str(min(bound, limit))

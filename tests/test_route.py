@@ -15,7 +15,6 @@ from helpers import wait_until
 pytest.importorskip("vllm", reason="tests of the server's side")
 
 import uvicorn
-from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -48,7 +47,6 @@ class Engine:
         self.params = {}
         self.queues = []
         self.aborted = []
-        self.error: Exception | None = None  # of each request
         self.is_asked = False
         self.slowness_s = 0.0
         self.calls: list[Any] = []  # in their order, but for steps of updates
@@ -61,8 +59,6 @@ class Engine:
     async def add_request(self, name, prompt, params, lora_request, priority):
         self.is_asked = True
         await asyncio.sleep(self.slowness_s)
-        if self.error:
-            raise self.error
         self.params[name] = params
         self.loop = asyncio.get_running_loop()
         self.queues.append(RequestOutputCollector(RequestOutputKind.FINAL_ONLY, name))
@@ -74,10 +70,6 @@ class Engine:
     async def abort(self, names, internal):
         assert internal
         self.aborted += names
-
-    def put(self, output):
-        """As the answer to the first request."""
-        self.loop.call_soon_threadsafe(self.queues[0].put, output)
 
     async def check_health(self):
         pass
@@ -204,12 +196,8 @@ CHUNKED = {"Content-Length": None, "Transfer-Encoding": "chunked"}
     ],
 )
 def test_what_is_refused(path, body, headers, status):
-    engine = Engine(trainer="another")
-    with Served(engine) as served:
-        found, _ = served.ask(body, path, headers=headers)
-    assert found == status
-    assert not engine.queues
-    assert not engine.calls
+    asked = {"body": body, "path": path, "headers": headers}
+    assert statuses(Engine(trainer="another"), asked) == [status]
 
 
 POSTS = ("/connect", "/sample", "/update", "/sleep")
@@ -240,22 +228,6 @@ def test_only_the_trainers_routes_are_open(paths, methods, status):
     assert set(statuses(Engine(), *asked)) == {status}
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "said"),
-    [
-        (RuntimeError("it is broken"), 500, "RuntimeError: it is broken"),
-        (VLLMClientError("no such token"), 400, "VLLMClientError: no such token"),
-    ],
-)
-def test_an_engine_that_takes_no_request(error, status, said):
-    """A refusal of vLLM's is told as one."""
-    engine = Engine()
-    engine.error = error
-    with Served(engine) as served:
-        found, body = served.ask(BODY)
-    assert (found, body.decode()) == (status, said)
-
-
 @pytest.mark.parametrize("end", ["it hangs up while it adds", "it hangs up", "the engine fails"])
 def test_what_is_left_is_aborted(end):
     """Where the trainer leaves, or where the engine fails, by which the reply breaks off."""
@@ -268,7 +240,8 @@ def test_what_is_left_is_aborted(end):
             wait_until(lambda: engine.queues)
             time.sleep(0.1)
         if end == "the engine fails":
-            engine.put(RuntimeError("it is\nbroken"))
+            error = RuntimeError("it is\nbroken")
+            engine.loop.call_soon_threadsafe(engine.queues[0].put, error)
             with pytest.raises((HTTPException, ConnectionError)):
                 answer(connection)
         else:

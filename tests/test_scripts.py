@@ -9,18 +9,12 @@ import sys
 import time
 
 import pytest
-from helpers import ENV, ROOT, living, read_until
+from helpers import ENV, ROOT, living, read_until, start_as_a_user
 
 
 def demo(*options):
-    """The demo in a session of its own, started from `/`."""
-    command = ["bash", str(ROOT / "scripts" / "demo.sh"), *options]
-    env = {name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"}
-    # A background job would ignore Ctrl-C.
-    hear = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(
-        command, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True, preexec_fn=hear
-    )  # fmt: skip
+    """The demo in a session of its own."""
+    return start_as_a_user("bash", ROOT / "scripts" / "demo.sh", *options, start_new_session=True)
 
 
 def accuracies(output):

@@ -5,11 +5,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-import torch
-from helpers import flags, make_tokenizer, read
-from test_gradients import ADVANTAGES, assert_same, make_config, trained_difference
+from helpers import flags, read
+from test_gradients import assert_same, make_config, plain_gradient, trained_difference
 from test_resume import assert_identical, weights
-from transformers import AutoModelForCausalLM
 
 from config import UserError, parse_args
 from recipes.replay import replaying
@@ -18,15 +16,8 @@ from rollouts.group import Completion, Group, Prompt
 from rollouts.images import Images
 from train import main
 from training.batching import Dealer, micro_batches
-from training.logs import batch_samples
 from training.metrics import batch_metrics
 from utils import process_group
-
-
-@pytest.fixture
-def device():
-    with process_group(60) as device:
-        yield device
 
 
 def turns(g, c):
@@ -34,10 +25,6 @@ def turns(g, c):
     start = 10 + 40 * g + 13 * c
     first, second = range(start, start + 3), range(start + 5, start + 9)
     return [[*first], [*second], [start + 11]], [[3, 4], [3]]
-
-
-def prompt_of(g):
-    return [5, 6, 7 + g, 8, 9][: 5 - g]
 
 
 def completion(ids, reason="stop", version=0, **fields):
@@ -54,7 +41,7 @@ def make_groups(kind):
     """Two groups of three rollouts of three turns: joined; as segments that go on; or with the first turn rewritten."""
     groups = []
     for g in range(2):
-        prompt = Prompt(g, prompt_of(g), "", {})
+        prompt = Prompt(g, [5, 6, 7 + g, 8, 9][: 5 - g], "", {})
         rollouts: list = []
         for c in range(3):
             (first, second, third), (one, two) = turns(g, c)
@@ -81,37 +68,23 @@ FORGETS = [completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)]
     {"off_policy_correction": "truncate"}, {"off_policy_correction": "sequence"}, {"old_logprobs": "sampler"},
     {"old_logprobs": "sampler", "importance_level": "sequence", "epsilon": 0.9, "epsilon_high": 50.0},
 ], ids=str)  # fmt: skip
-def test_turns_may_be_segments(models, device, fields):
+def test_turns_may_be_segments(models, fields):
     for max_tokens in (10_000, 40):
         config = make_config(models["tied"], batch_size=2, max_tokens_per_gpu=max_tokens, **fields)
-        expected = trained_difference(config, device, make_groups("joined"))
-        assert_same(trained_difference(config, device, make_groups("segments")), expected)
+        with process_group(60) as device:
+            expected = trained_difference(config, device, make_groups("joined"))
+            assert_same(trained_difference(config, device, make_groups("segments")), expected)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
 @pytest.mark.parametrize("max_tokens", [10_000, 30])
-def test_rewritten_histories(models, device, loss_type, max_tokens):
-    """Against one plain row per segment, the loss written out: each sampled token once, the means over rollouts."""
+def test_rewritten_histories(models, loss_type, max_tokens):
+    """Against one plain row per segment: each sampled token once, the means over rollouts."""
     fields = {"loss_type": loss_type, "max_tokens_per_gpu": max_tokens}
     config = make_config(models["tied"], batch_size=2, **fields)
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(config.model_id, dtype=torch.float32)
-    total = torch.zeros(())
-    for g, c in itertools.product(range(2), range(3)):
-        (first, second, third), (one, two) = turns(g, c)
-        prompt = prompt_of(g)
-        history = [*prompt, first[-1], *one]
-        of_rollout = []
-        for before, ids in ((prompt, first), (history, second), ([*history, *second, *two], third)):
-            logits = model(input_ids=torch.tensor([[*before, *ids]])).logits[0]
-            logprobs = logits[len(before) - 1 : -1].log_softmax(-1)
-            of_rollout.append(logprobs[range(len(ids)), ids])
-        loss = -ADVANTAGES[g, c] * torch.cat(of_rollout)
-        total = total + (loss.mean() if loss_type == "grpo" else loss.sum())
-    normalizers = {"grpo": 6, "dr_grpo": 6 * config.max_completion_len, "dapo": 6 * 8}
-    (total / normalizers[loss_type]).backward()
-    expected = {name: weight.grad for name, weight in model.named_parameters()}
-    assert_same(trained_difference(config, device, make_groups("rewritten")), expected)
+    groups = make_groups("rewritten")
+    with process_group(60) as device:
+        assert_same(trained_difference(config, device, groups), plain_gradient(config, groups))
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
@@ -171,7 +144,7 @@ def test_losses_that_look_at_a_whole_rollout(looks_at_all, field, values):
 
 
 def test_rollouts_are_completions_or_lists_of_segments():
-    """Rewards and logs see the last segment, with the info of all; logs show only prompts of their own."""
+    """Rewards and logs see the last segment, with the info of all."""
     one, two, three = (
         completion([n], prompt_ids=[n, n], info={"a": n, str(n): n}) for n in (7, 8, 9)
     )
@@ -183,27 +156,6 @@ def test_rollouts_are_completions_or_lists_of_segments():
     assert three.info == {"a": 9, "9": 9}
     assert group.num_sampled == [3, 1]
     assert group.num_tokens == 3 * 3 + 3
-    as_served, other = completion([7], prompt_ids=[5, 6]), completion([8], prompt_ids=[5, 7])
-    group = filled(OWN, [[as_served, other, completion([9])]])
-    group.texts, group.reward, group.rewards = ["x"], [0.0], torch.zeros(1, 1)
-    (sample,) = batch_samples([group], make_config("m"), tokenizer=make_tokenizer())
-    assert ["prompt" in part for part in sample["earlier"]] == [False, True]
-
-
-def test_equal_prompts_with_images_stay_apart():
-    """In the trainer's rows each has its own images."""
-    config = make_config("m", batch_size=2)
-    groups = []
-    for number in range(2):
-        images = Images([5], 3, [], {"pixel_values": torch.full((1, 2), float(number))})
-        prompt = Prompt(number, [5, 5, 6], "", {}, images=images)
-        groups.append(
-            Group(prompt, [completion([7, 8]), completion([9, 7])], advantages=[1.0, -1.0])
-        )
-    (micro,) = micro_batches(groups, 100, config)
-    assert micro.packed.num_tokens == 2 * (3 + 1 + 1)
-    assert micro.packed.prompts == [0, 1]
-    assert micro.images["pixel_values"][:, 0].tolist() == [0.0, 1.0]
 
 
 def test_what_no_row_takes_is_refused():
@@ -218,6 +170,8 @@ def test_what_no_row_takes_is_refused():
     refused("a rollout without a completion", [[]])
     sees = replace(OWN, images=Images([5], 1, [], {}))
     refused("does not begin with the group's, which has images", [FORGETS], [5], sees)
+    with pytest.raises(ValueError, match="joined to a turn that it was not sampled for"):
+        FORGETS[1].then([7], FORGETS[1])
     goes_on = [completion([7], prompt_ids=[5, 6, 8])]
     check_segments(filled(sees, [goes_on]), [5], make_config("m", max_tokens_per_gpu=40))
 

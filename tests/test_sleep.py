@@ -16,20 +16,14 @@ from helpers import printed_until, request_times, wait_until
 from msgspec.structs import replace
 from safetensors.torch import load_file
 from test_adapters import LORA, lora_config
-from test_server import (
-    PROMPT,
-    check_an_update_in_flight,
-    connected,
-    disturb,
-    make_config,
-    mismatch,
-)
+from test_server import PROMPT, check_an_update_in_flight, connected, disturb, make_config, mismatch
 
 import train
 from benchmarks.local_server import local_server
 from rollouts import servers
 from rollouts.servers import ServerPool
 from training.batching import Dealer
+from vllm_client import ServerError
 
 SAMPLING = {"n": 2, "max_tokens": 20, "temperature": 1.0}
 
@@ -151,8 +145,6 @@ def test_a_server_that_does_not_fall_asleep_is_left_out(stand_in, train_on, caps
 
 
 SLEEPS = "sleeps while this trains: set max_staleness=0, or no --enable-sleep-mode"
-
-
 ROPE = "takes long texts, and so all by other rope factors than the trainer: "
 
 
@@ -170,7 +162,7 @@ def test_servers_that_join_a_run(models, stand_in, capsys, monkeypatch, kind, me
     """One that was started anew must be as those of the start; else it stays out of the run."""
     monkeypatch.setattr(servers, "PROBE_S", 0.05)
     theirs, url = FakeServer.about, stand_in().url
-    config = make_config(models["untied"], url, max_staleness=1)
+    config = make_config(models["untied"], url, max_staleness=1, server_timeout=0.0)
     with closing(ServerPool(config, rope_limit=128)) as pool:
         assert pool.wait_until_ready() == 128
         pool.connect(torch.device("cpu"))
@@ -180,6 +172,7 @@ def test_servers_that_join_a_run(models, stand_in, capsys, monkeypatch, kind, me
         pool.lose(pool.servers[0], "it was ended")
         printed = printed_until(capsys, "stays left out")
         assert f"{url} answers again, but stays left out: {url} {message}" in printed
-        assert not pool.waiting
+        with pytest.raises(ServerError, match=f"left: {url} {message}"), pool.lease():
+            pass
         monkeypatch.setattr(FakeServer, "about", theirs)  # as it was told to
         wait_until(lambda: pool.waiting)

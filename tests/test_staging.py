@@ -1,5 +1,6 @@
 """A worker's update: what samples is untouched until all has come, and is loaded where it is."""
 
+import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -80,10 +81,6 @@ def worker():
     return Worker()
 
 
-def state(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def fresh_weights(model):
     return {name: torch.randn_like(tensor) for name, tensor in model.named_parameters()}
 
@@ -123,7 +120,7 @@ def test_what_samples_changes_in_place_and_at_once(worker):
     trainer = Trainer(worker)
     places = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
     for _ in range(3):
-        before, fresh = state(model), fresh_weights(model)
+        before, fresh = copy.deepcopy(model.state_dict()), fresh_weights(model)
         trainer.begin()
         for name, tensor in fresh.items():
             trainer.send({name: tensor})
@@ -144,7 +141,7 @@ def test_an_update_that_is_given_up(worker, monkeypatch, is_full):
     """Half of it may be loaded where there was no room; the next one is whole, over a new group."""
     if is_full:
         monkeypatch.setattr(receiver, "FREE_BYTES", 1 << 60)
-    before = state(worker.model)
+    before = copy.deepcopy(worker.model.state_dict())
     trainer = Trainer(worker)
     trainer.begin()
     trainer.send({"first.weight": torch.zeros(4, 3)})
@@ -176,7 +173,7 @@ def test_an_update_that_is_given_up(worker, monkeypatch, is_full):
 @pytest.mark.parametrize("is_sampling", [False, True])
 def test_buckets_are_taken_as_the_model_loads_them(worker, monkeypatch, is_sampling):
     """One by one, by a worker that has nothing to sample, or no room; a layer that gets nothing stays."""
-    before = state(worker.model)
+    before = copy.deepcopy(worker.model.state_dict())
     if is_sampling:
         monkeypatch.setattr(receiver, "FREE_BYTES", 1 << 60)
     trainer = Trainer(worker, is_sampling=is_sampling)

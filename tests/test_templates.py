@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from helpers import CHAT_TEMPLATE, VOCAB, make_tokenizer
+from helpers import CHAT_TEMPLATE, make_tokenizer
 from some_rewards import only_first
 from test_data import make_config, prompts_of
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from test_turns import TEMPLATES, tokenizer_of
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -17,24 +17,11 @@ from config import UserError
 from recipes.turns import turn_ids
 from rollouts.data import load_sets, make_prompt
 from rollouts.processor import as_text, hold_date
-from training.logs import token_text
 
-# The ways of real templates. Qwen's reads thoughts out of past answers, and shows an empty one in
-# the last; Llama's and Gemma's trim.
-QWEN = (
-    "{% for m in messages %}<|{{ m.role }}|>"
-    "{% if m.role == 'assistant' %}{% set answer = m.content.split('</think>')[-1].lstrip() %}"
-    "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}{{ answer }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
-    "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-LLAMA = (
+QWEN = (TEMPLATES / "qwen3.jinja").read_text()
+LLAMA = (  # whose real one, and Gemma's, trim, too
     "<bos>{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}~{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-DROPS_PARTS = (  # as templates that know strings alone
-    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}"
 )
 DROPS_SYSTEM = (
     "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -58,12 +45,12 @@ def text_parts(*texts):
     return [{"type": "text", "text": text} for text in texts]
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA, DROPS_PARTS])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA, QWEN])
 def test_parts_of_text_are_text(template):
-    """Templates of text models show parts as nothing, or as Python."""
+    """Templates of text models show parts as nothing, as Qwen's, or as Python."""
     tokenizer = make_tokenizer(chat_template=template)
-    (plain,) = prompts_of(lambda: [{"prompt": [user("1+1=")]}], tokenizer)
-    (parts,) = prompts_of(lambda: [{"prompt": [user(text_parts("1+1="))]}], tokenizer)
+    rows = [{"prompt": [user("1+1=")]}, {"prompt": [user(text_parts("1+1="))]}]
+    plain, parts = prompts_of(lambda: rows, tokenizer)
     assert parts.token_ids == plain.token_ids
     assert rendered([user(text_parts("a", "b"))], CHAT_TEMPLATE) == "<bos>[user]a\nb>"
     assert "None" not in rendered([user("a"), answer(None), user("b")], template)
@@ -104,7 +91,7 @@ def test_a_message_that_the_template_leaves_out():
     assert "hm" not in rendered(talk, QWEN)
 
 
-OPENS = QWEN.replace("<|assistant|>\n{% endif", "<|assistant|>\n<think>\n{% endif")
+OPENS = QWEN + "{% if add_generation_prompt %}<think>\n{% endif %}"
 PREFILLS = [
     *((QWEN, prefill, prefill) for prefill in ("<think>\n", "It is ", "\n\n", "</think>x", "")),
     (CHAT_TEMPLATE, "It is ", "It is "),
@@ -131,10 +118,10 @@ def test_a_prefill_follows_as_it_is(template, prefill, goes_on):
 
 TAKES_MORE = (
     "{% if tools %}<{{ tools | tojson }}>{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
     "{% if enable_thinking is defined and not enable_thinking %}(no thought){% endif %}{{ level }}"
 )
-CALLED = "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
 SEARCH = {"type": "function", "function": {"name": "search"}}
 OFF = {"enable_thinking": False}
 
@@ -171,13 +158,6 @@ def test_arguments_of_all_rows_stand_below_those_of_a_row():
     assert texts == ["[user]hilow", "[user]hi(no thought)low"]
 
 
-UNREAD: list[dict[str, Any]] = [
-    {"template": None},
-    {"template": CHAT_TEMPLATE},
-    {"no_apply_chat_template": True},
-]
-
-
 @pytest.mark.parametrize(
     ("row", "fields"),
     [
@@ -188,7 +168,8 @@ UNREAD: list[dict[str, Any]] = [
 )
 def test_arguments_without_a_template_are_refused(row, fields):
     message = "row 0: no chat template reads its (tools|enable_thinking) here"
-    for without in UNREAD:
+    unread: list[dict[str, Any]] = [{"template": None}, {"template": CHAT_TEMPLATE}]
+    for without in (*unread, {"no_apply_chat_template": True}):
         with pytest.raises(UserError, match=message):
             shown({"prompt": "hi", **row}, **without, **fields)
     assert shown({"prompt": [user("hi")], **row}, no_apply_chat_template=True, **fields)[0]
@@ -225,9 +206,7 @@ def test_arguments_that_parquet_adds_are_not_given(tmp_path):
     rows = [row("city", "Rome", enable_thinking=False), row("days", 3, level="low")]
     rows[0]["other"] = {"a": 1}
     Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    tokenizer = make_tokenizer(
-        chat_template=TAKES_MORE.replace("{{ m.content }}", "{{ m.content }}" + CALLED)
-    )
+    tokenizer = make_tokenizer(chat_template=TAKES_MORE)
     prompts = lambda source: prompts_of(source, tokenizer, max_prompt_len=1000)
     expected = prompts(lambda: rows)
     for found in (prompts(str(tmp_path / "a.parquet")), prompts(lambda: Dataset.from_list(rows))):
@@ -244,16 +223,11 @@ def test_arguments_that_parquet_adds_are_not_given(tmp_path):
 
 # -- The date ------------------------------------------------------------------------------------------
 
-DATED = "{{ strftime_now('%d %b %Y') }}" + LLAMA
-BY_DEFAULT = (  # as Llama 3's
-    "{% if not date_string is defined %}{% if strftime_now is defined %}"
-    "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{% endif %}{{ date_string }}"
-) + LLAMA
+DATED = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}" + LLAMA
 
 
-@pytest.mark.parametrize("template", [DATED, BY_DEFAULT])
-def test_the_date_of_prompts_and_turns_is_held(template, tmp_path):
-    tokenizer = make_tokenizer(chat_template=template)
+def test_the_date_of_prompts_and_turns_is_held(tmp_path):
+    tokenizer = make_tokenizer(chat_template=DATED)
     hold_date(tokenizer, "2024-07-26T23:59:59")
     assert as_text(tokenizer, "hi", 0, make_config())[0].startswith("26 Jul 2024<bos>[user]hi")
     turn = [user("hi")]
@@ -261,87 +235,43 @@ def test_the_date_of_prompts_and_turns_is_held(template, tmp_path):
     reply = tokenizer("yo", add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(turn_ids(tokenizer, turn, reply, turn)) == "~[user]hi~[assistant]"
 
-    if template == BY_DEFAULT:
-        asked = as_text(tokenizer, "hi", 0, make_config(), date_string="1 May")
-        assert asked[0].startswith("1 May<bos>[user]hi")
+    asked = as_text(tokenizer, "hi", 0, make_config(), date_string="1 May")
+    assert asked[0].startswith("1 May<bos>[user]hi")
     tokenizer.save_pretrained(tmp_path)  # a checkpoint's template goes by its own day again
     saved = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert saved.chat_template == template
+    assert saved.chat_template == DATED
     assert not saved.apply_chat_template(turn, tokenize=False).startswith("26 Jul 2024")
 
 
 # -- Beginnings and ends -----------------------------------------------------------------------------------------------
 
-SPECIAL = [("<bos>", 1), ("<eos>", 2), ("<pad>", 0)]
-NAMES = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
-
-
-def character_level(single=None):
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens([AddedToken("<pad>", special=True)], special_tokens=True)
-    if single:
-        tokenizer._tokenizer.post_processor = TemplateProcessing(
-            single=single, special_tokens=SPECIAL
-        )
-    return tokenizer
-
-
-def byte_level(single=None):
-    """As GPT-2's, Llama 3's: a post-processor of offsets, then one that adds."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*VOCAB[:3], *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    backend.decoder = decoders.ByteLevel()
-    adds = [TemplateProcessing(single=single, special_tokens=SPECIAL)] if single else []
-    backend.post_processor = Sequence([ByteLevel(trim_offsets=False), *adds])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **NAMES)
-
-
-def unigram(single=None):
-    """As sentencepiece's: a blank before every text."""
-    pieces = [(token, 0.0) for token in VOCAB[:3]] + [("<unk>", 0.0), ("▁", -1.0)]
-    pieces += [(token, -2.0) for token in VOCAB[4:]]
-    backend = Tokenizer(models.Unigram(pieces, unk_id=3))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    if single:
-        backend.post_processor = TemplateProcessing(single=single, special_tokens=SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **NAMES)
-
-
-BEGINNINGS = [
-    (None, []),
-    ("<bos> $A", [1]),
-    ("$A <eos>", []),
-    ("<bos> $A <eos>", [1]),
-    ("<pad> <bos> $A", [0, 1]),
+BOS, EOS, MARK = "<s>", "<|im_end|>", "[INST]"
+BEGINNINGS = [  # what a tokenizer makes of a text, and what of it begins a prompt
+    ("$A", []),
+    (f"{BOS} $A", [BOS]),
+    (f"$A {EOS}", []),
+    (f"{BOS} $A {EOS}", [BOS]),
+    (f"{MARK} {BOS} $A", [MARK, BOS]),
 ]
 
 
-@pytest.mark.parametrize("make", [character_level, byte_level, unigram])
+@pytest.mark.parametrize("kind", ["bytes", "first", "always"])
 @pytest.mark.parametrize(("single", "beginning"), BEGINNINGS)
-def test_beginnings_come_once_and_ends_never(make, single, beginning):
-    tokenizer = make(single)
+def test_beginnings_come_once_and_ends_never(kind, single, beginning):
+    tokenizer = tokenizer_of("Qwen3", kind)
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (BOS, EOS, MARK)]
+    adds = TemplateProcessing(single=single, special_tokens=special)
+    tokenizer._tokenizer.post_processor = Sequence([ByteLevel(), adds])  # as Llama 3's
+    tokenizer.chat_template = None
+    beginning = tokenizer.convert_tokens_to_ids(beginning)
     ids_of = lambda text: make_prompt(0, {"prompt": text}, tokenizer, make_config()).token_ids
     plain = tokenizer("1+1=", add_special_tokens=False)["input_ids"]
     assert ids_of("1+1=") == beginning + plain
 
     ids = ids_of(tokenizer.decode(beginning) + "1+1=")  # a text that has it already
     assert ids[: len(beginning)] == beginning
-    assert ids[len(beginning) :].count(1) == 0
-    assert 2 not in ids
+    assert tokenizer.bos_token_id not in ids[len(beginning) :]
+    assert tokenizer.eos_token_id not in ids
     assert ids_of("") == beginning
     tokenizer.chat_template = "{{ messages[0].content }}"  # which writes it, where it is wanted
     assert ids_of("1+1=") == plain
-
-
-@pytest.mark.parametrize(
-    ("make", "text", "expected"),
-    [(byte_level, "a é", [*" a ", "\ufffd", "\ufffd"]), (unigram, "a b", [*" a b"])],
-)
-def test_tokens_as_text(make, text, expected):
-    """Each by itself: with the space that a word begins with; a part of a character is unreadable."""
-    tokenizer = make()
-    ids = tokenizer(text)["input_ids"]
-    assert [token_text(tokenizer, token_id) for token_id in ids] == expected

@@ -9,40 +9,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import ENV, ROOT
-from test_tools import scored
+from helpers import ENV, ROOT, finished
+from test_config import make
+from test_tools import TIMES, logging, scored
 
-from config import TrainConfig, UserError
+from config import UserError
 from rollouts.group import Batch
 from rollouts.run import check_packages
 from train import main
-from training.logs import RunLog
-from utils import process_group
-
-TIMES = {"time/train_s": 1.0, "time/wait_s": 0.0}
-
-
-def config_of(folder, on_step=None, **fields):
-    return TrainConfig(
-        model_id="/nowhere", dataset_id="d.jsonl", reward_funcs=[len], output_dir=str(folder),
-        on_step=on_step, **fields,
-    )  # fmt: skip
 
 
 def log_two_runs(folder, package):
     """Three steps, the last one by a run that goes on; returns the name that the tracker knows it by."""
     options = {f"use_{package}": True, "wandb_project": "mine", "log_completions_steps": 2}
-    config = config_of(folder, **options)
-    with process_group(60):
-        log = RunLog(config, 4, {})
+    with logging(folder, **options) as log:
         log.step(0, {"eval/reward": 0.25})
         for step in (1, 2):
             log.step(step, TIMES | {"loss": float("nan")}, Batch([scored([0.0, 1.0])]))
         state = log.state()
-        log.close()
-        log = RunLog(config, 4, state | {"step": 2})
-        log.step(3, dict(TIMES), Batch([scored([1.0, 1.0])]))
-        log.close()
+    with logging(folder, start=state | {"step": 2}, **options) as log:
+        log.step(3, TIMES, Batch([scored([1.0, 1.0])]))
     return state["run_id"]
 
 
@@ -81,30 +67,26 @@ def test_a_tracker_gets_metrics_and_a_table(monkeypatch, tmp_path, package, key)
 def test_trackio(tmp_path):
     """The real one, without a network (wandb: test_train.py)."""
     pytest.importorskip("trackio")
-    paths = [str(ROOT / name) for name in ("", "tests", "scripts")]
-    code = f"import sys, json; sys.path[:0] = {paths!r}; import test_trackers\n"
+    code = "import json, test_trackers\n"
     code += f"name = test_trackers.log_two_runs({str(tmp_path)!r}, 'trackio')\n"
     code += "from trackio.sqlite_storage import SQLiteStorage as kept\n"
     code += "print(json.dumps([name, kept.get_runs('mine'), kept.get_logs('mine', name)]))"
     env = ENV | {"TRACKIO_DIR": str(tmp_path / "tracked")}
-    printed = subprocess.check_output([sys.executable, "-c", code], text=True, env=env)
-    name, runs, rows = json.loads(printed.splitlines()[-1])
+    done = finished(sys.executable, "-c", code, env=env, cwd=ROOT / "tests")
+    name, runs, rows = json.loads(done.stdout.splitlines()[-1])
     assert runs == [name]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert_logged(rows, rows[2]["completions/table"]["_value"])
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_a_missing_package_is_named_at_once(monkeypatch, tmp_path, package):
+def test_a_missing_package_is_named_at_once(monkeypatch, package):
     """Before servers are waited for, ten minutes long, and weights are loaded."""
     monkeypatch.setitem(sys.modules, package, None)
-    config = config_of(tmp_path, server_timeout=600.0, **{f"use_{package}": True})
+    config = make(server_timeout=600.0, **{f"use_{package}": True})
     with pytest.raises(UserError, match=f"use_{package} needs {package}: pip install {package}"):
         main(config)
-    check_packages(config_of(tmp_path))
-
-
-# -- A recipe's own --------------------------------------------------------------------------------
+    check_packages(make())
 
 
 def test_on_step_gets_what_is_on_the_disk(tmp_path):
@@ -121,14 +103,12 @@ def test_on_step_gets_what_is_on_the_disk(tmp_path):
     batches = [Batch([scored([0.0, 1.0]), scored([1.0, 1.0])]) for _ in range(2)]
     groups = [list(batch.groups) for batch in batches]
     first = {"eval/reward": 0.25}
-    with process_group(60):
-        log = RunLog(config_of(tmp_path, on_step), 4, {})
+    with logging(tmp_path, on_step=on_step) as log:
         log.step(0, first)
         for step, batch in enumerate(batches, 1):
-            log.step(step, dict(TIMES), batch)
+            log.step(step, TIMES, batch)
         log.state()
         assert [step for step, *_ in told] == [0, 1, 2]  # all are behind a checkpoint
-        log.close()
     assert first == {"eval/reward": 0.25}
     assert [given for _, given, _ in told] == [[], *groups]
     assert [batch.groups for batch in batches] == groups
@@ -145,31 +125,20 @@ def test_an_error_of_on_step_is_heard_of(tmp_path, last, heard_at):
             raise ZeroDivisionError("no such tracker")
 
     heard = []
-    with process_group(60):
-        log = RunLog(config_of(tmp_path, on_step), 4, {})
+    at_the_end = pytest.raises(UserError, match=r"on_step raised .*test_trackers\.py")
+    with at_the_end, logging(tmp_path, on_step=on_step) as log:
         for step in range(3):
             try:
                 log.step(step, {"loss": 0.5})
             except UserError as error:
                 heard.append((step, str(error)))
-        with pytest.raises(UserError, match=r"on_step raised .*test_trackers\.py"):
-            log.close()
     assert [step for step, _ in heard][:1] == heard_at
     assert all("on_step raised ZeroDivisionError: no such tracker" in said for _, said in heard)
 
 
-def test_another_signature_is_told_at_the_first_step(tmp_path):
-    with process_group(60):
-        log = RunLog(config_of(tmp_path, lambda step, metrics: None), 4, {})
-        with pytest.raises(UserError, match=r"^on_step raised TypeError: .* positional argument"):
-            log.step(0, {"eval/reward": 0.5})
-
-
 WRITTEN = """
 import os
-import sys
 from pathlib import Path
-sys.path[:0] = [{root!r}]
 from recipes import trackers
 from rollouts.group import Completion, Group, Prompt
 trackers.FOLDER = Path({folder!r})
@@ -186,8 +155,8 @@ def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    code = WRITTEN.format(root=str(ROOT), folder=str(tmp_path))
-    subprocess.run([sys.executable, "-c", code], check=True, env=ENV)
+    code = WRITTEN.format(folder=str(tmp_path))
+    subprocess.run([sys.executable, "-c", code], check=True, env=ENV, cwd=ROOT)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(row.step, row.value) for row in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
     assert [(row.step, row.value) for row in events.Scalars("eval/reward")] == [(0, 0.25)]

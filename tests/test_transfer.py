@@ -6,12 +6,12 @@ and one of its own after the group's time-out; `abort` ends kernels under way wi
 """
 
 import os
-import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ from msgspec.structs import replace
 from config import TrainConfig
 from rollouts import servers as servers_module
 from rollouts.servers import ServerPool
-from vllm_client import Server, State
-from weights.group import Meeting, WeightGroup, packed
+from vllm_client import Server
+from weights.group import Meeting, WeightGroup, make_group, packed
 
 TIMEOUT_S = 2.0
 SLOW_S = 12.0  # what a busy machine may add; those who wait for 30 or 60 s show, all the same
@@ -36,27 +36,22 @@ MANY = [
 ]
 
 
-class Work:
-    """A broadcast: under way until somebody sets a result."""
+class Work(Future):
+    """A collective: under way until somebody sets a result."""
 
-    def __init__(self):
-        self.result: Future[None] = Future()
-
-    def is_completed(self):
-        return self.result.done()
+    is_completed = Future.done
 
     def wait(self):
-        self.result.result(0)
+        self.result(0)
 
 
 class StandIn:
-    """nccl between threads. `fault(rank, number)` of a broadcast: None, seconds, `never`, `raises` or `blocks`.
+    """nccl, by gloo. `fault(rank, number)` of a collective: None, seconds, `never`, `raises` or `blocks`.
 
-    The first call is the gathering of greetings; in it every member gets all.
+    The first one is the gathering of greetings, the others are broadcasts.
     """
 
     fault = staticmethod(lambda rank, number: None)
-    board: ClassVar[dict] = {}  # what members have sent, by number and rank
     made: ClassVar[list] = []
 
     class Options:
@@ -65,57 +60,43 @@ class StandIn:
     def __init__(self, store, rank, world_size, options):
         assert options._timeout == timedelta(seconds=TIMEOUT_S)
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
-        self.rank, self.size, self.number, self.works = rank, world_size, 0, []
-        self.is_aborted = False
+        self.rank, self.works, self.is_aborted = rank, [], False
+        meeting = Meeting("127.0.0.1", 0, "", "gloo", world_size, 1, TIMEOUT_S)
+        self.thread = ThreadPoolExecutor(1)
+        self.gloo = self.thread.submit(make_group, meeting, rank, store)
         self.made.append(self)
 
-    def sent(self, number, rank):
-        return self.board.setdefault((number, rank), Future())
-
     def _allgather_base(self, found, own):
-        if self.rank:
-            self.sent(0, self.rank).set_result(own.clone())
+        return self.begin("_allgather_base", found, own)
 
-        def fill():
-            parts = [self.sent(0, rank).result() for rank in range(self.size)]
-            found.copy_(torch.cat(parts))
+    def broadcast(self, tensors, options):
+        return self.begin("broadcast", tensors, options)
 
-        return self.begin(own, fill)
-
-    def broadcast(self, tensors, _):
-        (tensor,) = tensors
-        number = self.number
-        return self.begin(tensor, lambda: tensor.copy_(self.sent(number, 0).result()))
-
-    def begin(self, own, fill):
-        number, work = self.number, Work()
-        fault = self.fault(self.rank, number)
-        self.number += 1
+    def begin(self, name, *arguments):
+        work = Work()
+        fault = self.fault(self.rank, len(self.works))
         self.works.append(work)
         if fault == "blocks":  # the communicator's rendezvous, in the first one
             time.sleep(TIMEOUT_S)
             raise RuntimeError("wait timeout")
 
         def run():
-            time.sleep(fault if isinstance(fault, float) else 0)
-            if self.rank == 0:
-                self.sent(number, 0).set_result(own.clone())
-            if self.rank or number == 0:
-                fill()
-            if not work.result.done():
-                work.result.set_result(None)
+            time.sleep(fault or 0)
+            getattr(self.gloo.result(), name)(*arguments).wait()
+            if not work.done():
+                work.set_result(None)
 
         if fault == "raises":
-            work.result.set_exception(RuntimeError("NCCL error: remote process exited"))
+            work.set_exception(RuntimeError("NCCL error: remote process exited"))
         elif fault != "never":
-            threading.Thread(target=run, daemon=True).start()
+            self.thread.submit(run)
         return work
 
     def abort(self):
         self.is_aborted = True
         for work in self.works:
-            if not work.result.done():
-                work.result.set_exception(RuntimeError("aborted"))
+            if not work.done():
+                work.set_exception(RuntimeError("aborted"))
 
     def shutdown(self):
         raise AssertionError("shutdown waits for kernels that never end")
@@ -124,7 +105,6 @@ class StandIn:
 @pytest.fixture
 def nccl(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
-    monkeypatch.setattr(StandIn, "board", {})
     monkeypatch.setattr(StandIn, "made", [])
     return lambda fault: monkeypatch.setattr(StandIn, "fault", staticmethod(fault))
 
@@ -178,38 +158,21 @@ def close(members):
         member.close()
 
 
-def invited(monkeypatch, own, ranks_gpus, *servers):
-    """The terms for servers with workers on these GPUs, and the first rank of each."""
+def invited(monkeypatch, own, ranks_gpus, servers):
+    """The terms for each server, whose workers have these GPUs."""
     monkeypatch.setattr(servers_module, "gpu_of", lambda device: own)
-    sent = threading.Event()
-    its_group = SimpleNamespace(send=lambda *_: sent.set(), close=lambda: None)
+    its_group = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(servers_module, "WeightGroup", lambda *_: its_group)
-    config = TrainConfig(
-        model_id="m",
-        dataset_id="d",
-        reward_funcs=[print],
-        parts=[print],
-        vllm_urls=[],
-        sync_timeout=TIMEOUT_S,
-    )
-    pool = ServerPool(config)
-    pool.connect(CPU, ranks_gpus)
-    meetings: list[Any] = []
-
-    def update(version, meeting):
-        meetings.append(meeting)
-        assert sent.wait(20)
-
-    members: list[Any] = [Server("http://127.0.0.1:9", 1.0) for _ in servers]
-    for server, gpus in zip(members, servers, strict=True):
-        server.about = SimpleNamespace(gpus=gpus, dtype="float32")
-        server.update = update
-        server.address = "127.0.0.1"
-        server.state = State.WAITING
-    pool.servers = members
-    assert pool.update_weights([], 1) == members
-    pool.close()
-    return meetings[0], sorted(meeting.first_rank for meeting in meetings)
+    monkeypatch.setattr(Server, "connect", lambda server: None)
+    urls = [f"http://127.0.0.1:{number}" for number in range(len(servers))]
+    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[print], vllm_urls=urls)
+    with closing(ServerPool(config)) as pool:
+        pool.connect(CPU, ranks_gpus)
+        for server, gpus in zip(pool.servers, servers, strict=True):
+            server.about = SimpleNamespace(gpus=gpus, dtype="float32")
+            server.address = "127.0.0.1"
+        pool._meet(pool.servers)
+        return [pool._meetings[server] for server in pool.servers]
 
 
 @pytest.mark.parametrize(
@@ -229,10 +192,11 @@ def invited(monkeypatch, own, ranks_gpus, *servers):
     ],
 )
 def test_a_shared_gpu_never_gets_nccl(monkeypatch, own, ranks_gpus, servers, backend):
-    meeting, first_ranks = invited(monkeypatch, own, ranks_gpus, *servers)
-    assert meeting.backend == backend
-    assert meeting.world_size == 1 + sum(map(len, servers))
-    assert first_ranks == [1 + sum(map(len, servers[:place])) for place in range(len(servers))]
+    meetings = invited(monkeypatch, own, ranks_gpus, servers)
+    assert {meeting.backend for meeting in meetings} == {backend}
+    assert {meeting.world_size for meeting in meetings} == {1 + sum(map(len, servers))}
+    first_ranks = [1 + sum(map(len, servers[:place])) for place in range(len(servers))]
+    assert [meeting.first_rank for meeting in meetings] == first_ranks
 
 
 @pytest.fixture
@@ -406,10 +370,6 @@ def test_a_stranger_in_the_store_ends_nothing():
 
 def test_groups_that_were_left_leave_nothing():
     """Threads and files of this process: a run may make thousands of groups."""
-
-    def counts():
-        return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")]
-
     found = []
     for _ in range(6):
         members = join(3)
@@ -417,5 +377,5 @@ def test_groups_that_were_left_leave_nothing():
         close(members)
         del members
         time.sleep(0.3)
-        found.append(counts())
+        found.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
     assert found[-1] <= found[1]

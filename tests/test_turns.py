@@ -1,7 +1,6 @@
 """The tokens between two turns, by the chat templates of five families."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trl
@@ -43,19 +42,16 @@ TALK = [*HELLO, {"role": "assistant", "content": "one and all"}, *AGAIN]
 def tokenizer_of(family, kind="bytes"):
     """Byte-level, or of words with a mark before each, at the beginning of a text or also behind special tokens."""
     template, end = FAMILIES[family]
-    letters = [chr(code) for code in range(32, 127)]
     merges = [("h", "e"), ("l", "l"), ("a", "n"), ("an", "d")]
-    if kind == "bytes":
-        before: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        after: Any = decoders.ByteLevel()
-        alphabet = sorted({*letters, *pre_tokenizers.ByteLevel.alphabet()})
-    else:
-        before = pre_tokenizers.Metaspace(prepend_scheme=kind)
-        after = decoders.Metaspace(prepend_scheme=kind)
-        alphabet = [*letters, "\n", "▁"]
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "\n", "▁"]
     vocab = {token: number for number, token in enumerate([*alphabet, *(a + b for a, b in merges)])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer, backend.decoder = before, after
+    if kind == "bytes":
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind)
+        backend.decoder = decoders.Metaspace(prepend_scheme=kind)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=end)
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in MARKS])
     tokenizer.add_tokens([AddedToken(tag) for tag in TAGS])
@@ -70,12 +66,12 @@ def ids_of(tokenizer, messages, **template):
 
 
 def in_context(tokenizer, messages, reply, then):
-    """Ids of a prompt, of its reply as the template's text has it, and of what follows: a text in one piece, cut."""
+    """Ids of a reply as the template's text has it, and of what follows: a text in one piece, cut."""
     prompt = ids_of(tokenizer, messages)
     whole = ids_of(tokenizer, [*messages, {"role": "assistant", "content": reply}, *then])
     assert whole[: len(prompt)] == prompt
     stop = whole.index(tokenizer.eos_token_id, len(prompt)) + 1
-    return prompt, whole[len(prompt) : stop], whole[stop:]
+    return whole[len(prompt) : stop], whole[stop:]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "first", "always"])
@@ -84,7 +80,7 @@ def test_as_in_one_piece(family, kind):
     """What follows a reply has the ids that it has when the template's whole text is tokenized."""
     tokenizer = tokenizer_of(family, kind)
     for messages, then in ((HELLO, AGAIN), (TALK, HELLO)):
-        _, reply, expected = in_context(tokenizer, messages, "hello to all and all", then)
+        reply, expected = in_context(tokenizer, messages, "hello to all and all", then)
         assert turn_ids(tokenizer, messages, reply, then) == expected
         assert tokenizer.decode(expected).count(then[0]["content"]) == 1
 
@@ -93,7 +89,7 @@ def test_as_in_one_piece(family, kind):
 def test_no_sampled_token_is_tokenized_again(family):
     """Letters one by one, where the tokenizer would merge them, and white space that the template trims."""
     tokenizer = tokenizer_of(family)
-    _, reply, expected = in_context(tokenizer, HELLO, "hello and all", AGAIN)
+    reply, expected = in_context(tokenizer, HELLO, "hello and all", AGAIN)
     ids, end = tokenizer.convert_tokens_to_ids, tokenizer.eos_token_id
     letters = ids([*"helloĠandĠall"])
     assert [*letters, end] != reply
@@ -106,7 +102,7 @@ def test_no_sampled_token_is_tokenized_again(family):
 def test_a_reply_that_was_cut_off_is_closed(family):
     """The end of its turn, which was not sampled, is the environment's."""
     tokenizer = tokenizer_of(family)
-    _, reply, expected = in_context(tokenizer, HELLO, "hello", AGAIN)
+    reply, expected = in_context(tokenizer, HELLO, "hello", AGAIN)
     closed = [tokenizer.eos_token_id, *expected]
     assert turn_ids(tokenizer, HELLO, reply[:-1], AGAIN) == closed
     assert turn_ids(tokenizer, HELLO, [*reply[:-2], reply[-1]], AGAIN) == expected

@@ -1,31 +1,13 @@
 """What our server touches of vLLM is in the installed version; and the script would say what is not."""
 
 import pytest
-from vllm_surface import METHODS, OPTIONS, OURS, compare, installed, touched
+from vllm_surface import compare, installed
 
 pytest.importorskip("vllm")
 
 
 def test_the_installed_version_has_it():
     assert [row for row in compare(installed(), installed()) if row[2]] == []
-
-
-def test_it_knows_what_is_touched():
-    """Names that this code imports, uses as attributes of modules, or calls of objects."""
-    names = touched()
-    assert ("vllm.model_executor.model_loader.reload.layerwise.finalize_layerwise_reload",) in names
-    assert ("vllm.v1.engine.core.EngineCore",) in names
-    assert ("vllm.utils.nccl.unpinned_nccl_env",) in names
-    assert ("vllm.v1.engine.async_llm.AsyncLLM.add_request",) in names
-
-
-def test_nothing_is_listed_that_nobody_calls():
-    ours = "\n".join(path.read_text() for path in OURS)
-    for names in METHODS.values():
-        for name in names:
-            assert name in ours, name
-    for word in OPTIONS:
-        assert word in ours or word.replace("_", "-") in ours, word
 
 
 OTHER = {  # a version made here: a module that re-exports, and two that are otherwise
@@ -37,10 +19,11 @@ OTHER = {  # a version made here: a module that re-exports, and two that are oth
     "v1/engine/async_llm.py": "class AsyncLLM:\n    async def abort(self, *names):\n        pass\n",
 }
 ENGINE = "vllm.v1.engine.async_llm.AsyncLLM"
-FAULTS = {
+FAULTS = {  # of names that are imported, attributes of modules, called of objects, or options
     "vllm.inputs.TokensPrompt": "",
     "vllm.exceptions.VLLMClientError": "",
     "vllm.sampling_params.SamplingParams": "missing",
+    "vllm.utils.nccl.unpinned_nccl_env": "missing",
     f"{ENGINE}.abort": "changed: (self, *names), was (self, ",
     f"{ENGINE}.add_request": "missing",
     "enable_sleep_mode": "",

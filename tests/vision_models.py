@@ -2,6 +2,7 @@
 
 import torch
 import transformers
+from build_tiny_vlm import TEMPLATE
 from helpers import VOCAB, far_from_uniform
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
@@ -15,26 +16,18 @@ TOWER = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
 }  # fmt: skip
 EDGE = 32  # pixels of an image that the processors make
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"  # in the template
 
 
 def tokenizer(image_tokens, **names):
     """A token per character, and those of images."""
-    extra = ["\n\n", "\n\n\n", "\n\n\n\n"]  # vLLM's Gemma3 wants them
-    vocab = [*VOCAB, *extra]
+    vocab = [*VOCAB, "\n\n", "\n\n\n", "\n\n\n\n"]  # vLLM's Gemma3 wants these
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocab)}, merges=[]))
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(image_tokens)
     specials = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, **specials, extra_special_tokens=names
-    )
-
-
-def template(image):
-    """Only what the messages say, and the words for an image."""
-    part = "{% if part['type'] == 'image' %}" + image + "{% else %}{{ part['text'] }}{% endif %}"
-    return (
-        "{% for m in messages %}{% for part in m['content'] %}" + part + "{% endfor %}{% endfor %}"
     )
 
 
@@ -45,7 +38,7 @@ def qwen3_vl():
     options = {"patch_size": 8, "size": {"shortest_edge": 4 * EDGE**2, "longest_edge": 4 * EDGE**2}}
     processor = transformers.Qwen3VLProcessor(
         transformers.Qwen2VLImageProcessor(**options), tok, transformers.Qwen3VLVideoProcessor(**options),
-        chat_template=template("<|vision_start|><|image_pad|><|vision_end|>"),
+        chat_template=TEMPLATE,
     )  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e4}
     rope |= {"mrope_section": [4, 6, 6], "mrope_interleaved": True}
@@ -64,7 +57,7 @@ def llava():
     tok = tokenizer(["<image>"])
     size = {"size": {"shortest_edge": EDGE}, "crop_size": {"height": EDGE, "width": EDGE}}
     processor = transformers.LlavaProcessor(
-        transformers.CLIPImageProcessor(**size), tok, chat_template=template("<image>\\n"), patch_size=8,
+        transformers.CLIPImageProcessor(**size), tok, chat_template=TEMPLATE.replace(IMAGE, "<image>\\n"), patch_size=8,
         vision_feature_select_strategy="default", num_additional_image_tokens=1,
     )  # fmt: skip
     config = transformers.LlavaConfig(
@@ -82,7 +75,7 @@ def gemma3():
     tok = tokenizer(list(marks.values()), **marks)
     processor = transformers.Gemma3Processor(
         transformers.Gemma3ImageProcessor(size={"height": EDGE, "width": EDGE}), tok,
-        chat_template=template("<start_of_image>"), image_seq_length=4,
+        chat_template=TEMPLATE.replace(IMAGE, "<start_of_image>"), image_seq_length=4,
     )  # fmt: skip
     layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
     config = transformers.Gemma3Config(

@@ -8,6 +8,7 @@ const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 const PAGE = 130; // completions that are drawn before the button `more`
 const UNLIKELY = -2.3; // nats: below a tenth
 const VERY_UNLIKELY = -4.6; // below a hundredth
+const MARKS = "underlined: p < 0.1, twice: p < 0.01 under the server; ⟨v3⟩: from here policy version 3; struck: does not train";
 
 const PANELS = [
   { title: "reward", names: ["reward", /^eval\/.*reward$/], unit: "" },
@@ -16,11 +17,7 @@ const PANELS = [
   { title: "length of completions", names: ["completions/mean_length"], unit: "tokens" },
   { title: "different completions", names: ["completions/different"], unit: "share" },
   { title: "entropy", names: ["entropy"], unit: "nats" },
-  {
-    title: "trainer's minus server's log-probs",
-    names: ["sampling/current_logp_difference", "sampling/stale_logp_difference"],
-    unit: "nats",
-  },
+  { title: "trainer's minus server's log-probs", names: ["sampling/current_logp_difference", "sampling/stale_logp_difference"], unit: "nats" },
   { title: "idle", names: ["idle/trainer", "idle/servers"], unit: "share of the time" },
   { title: "speed", names: ["tokens_per_s/trained", "tokens_per_s/sampled"], unit: "tokens/s" },
 ];
@@ -29,7 +26,7 @@ const NO_REWARD = "no reward"; // in place of a function's name
 const NO_FILTER = { text: "", finish: "", set: "", by: "", least: "", most: "" };
 const START = {
   view: "step", run: 0, step: null, sort: "group", order: 1, ...NO_FILTER,
-  row: null, before: null, after: null, open: null, colour: "likely", other: "grad_norm", shown: PAGE,
+  row: null, before: null, after: null, open: null, other: "grad_norm", shown: PAGE,
 };
 const state = { ...START };
 
@@ -58,23 +55,12 @@ function short(value) {
 
 // Characters that nobody sees, or that turn a line around, are named instead of obeyed.
 // Joiners and variants within emoji and scripts stay.
-const HIDDEN = /(?![\t\n\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\ufe00-\ufe0e]/u;
+const HIDDEN = /((?![\t\n\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\ufe00-\ufe0e])/u;
 
 function plain(text) {
-  const parts = [];
-  let seen = "";
-  for (const character of String(text)) {
-    if (!HIDDEN.test(character)) {
-      seen += character;
-      continue;
-    }
-    if (seen) parts.push(seen);
-    seen = "";
-    const code = character.codePointAt(0).toString(16).padStart(4, "0");
-    parts.push(make("span", { class: "hidden-mark" }, `⟨U+${code.toUpperCase()}⟩`));
-  }
-  if (seen) parts.push(seen);
-  return parts;
+  const parts = String(text).split(HIDDEN); // every other one is such a character
+  const named = (character) => `⟨U+${character.codePointAt(0).toString(16).padStart(4, "0").toUpperCase()}⟩`;
+  return parts.map((part, place) => (place % 2 ? make("span", { class: "hidden-mark" }, named(part)) : part)).filter(Boolean);
 }
 
 const isGrouped = () => state.view === "step" && state.sort === "group";
@@ -82,9 +68,7 @@ const textOf = (text, kind = "text") => make("div", { class: kind, dir: "auto" }
 
 // -- Samples --------------------------------------------------------------------------------------
 
-function length(sample) {
-  return sample.tokens ? sample.tokens.length : sample.completion.length;
-}
+const length = (sample) => (sample.tokens ?? sample.completion).length;
 
 function content(message) {
   const value = message?.content;
@@ -98,27 +82,20 @@ function promptText(sample) {
   return sample.prompt.map(content).join("\n");
 }
 
-function rewardFunctions(run) {
-  const names = new Set();
-  for (const sample of [...run.samples, ...run.heldOut]) for (const name of Object.keys(sample.rewards)) names.add(name);
-  names.delete("reward"); // the weighted sum has this name
-  return [...names];
-}
-
 const rewardOf = (sample, name) => (name === "reward" ? sample.reward : sample.rewards[name]);
 
+const stepsOf = (samples) => [...new Set(samples.map((sample) => sample.step))].sort((a, b) => a - b);
+
 function prepare(run) {
-  run.steps = [...new Set(run.samples.map((sample) => sample.step))].sort((a, b) => a - b);
-  run.byStep = new Map();
+  run.steps = stepsOf(run.samples);
+  run.byStep = Map.groupBy(run.samples, (sample) => sample.step);
   run.byKey = new Map();
-  for (const sample of run.samples) {
-    if (!run.byStep.has(sample.step)) run.byStep.set(sample.step, []);
-    run.byStep.get(sample.step).push(sample);
-    nameIt(run, `${sample.step}-${sample.group}`, sample);
-  }
-  run.evaluations = [...new Set(run.heldOut.map((sample) => sample.step))].sort((a, b) => a - b);
+  for (const sample of run.samples) nameIt(run, `${sample.step}-${sample.group}`, sample);
+  run.evaluations = stepsOf(run.heldOut);
   for (const sample of run.heldOut) nameIt(run, `held-out-${sample.step}-${sample.set ?? ""}-${sample.row}`, sample);
-  run.functions = rewardFunctions(run);
+  const names = new Set([...run.samples, ...run.heldOut].flatMap((sample) => Object.keys(sample.rewards)));
+  names.delete("reward"); // the weighted sum has this name
+  run.functions = [...names];
 }
 
 // A completion's name is the same in every page of its run.
@@ -157,9 +134,8 @@ function fits(sample) {
   if (state.set && (sample.set ?? "") !== state.set) return false;
   if (!state.text) return true;
   const words = state.text.toLowerCase();
-  return [sample.completion, promptText(sample), JSON.stringify(sample.columns ?? {})].some((text) =>
-    text.toLowerCase().includes(words),
-  );
+  const texts = [sample.completion, promptText(sample), JSON.stringify(sample.columns ?? {})];
+  return texts.some((text) => text.toLowerCase().includes(words));
 }
 
 function chosenSamples() {
@@ -170,19 +146,12 @@ function chosenSamples() {
 
 // -- Curves ---------------------------------------------------------------------------------------
 
-function matching(names) {
-  const present = new Set(runs.flatMap((run) => Object.keys(run.metrics)));
-  return names.flatMap((name) =>
-    typeof name === "string" ? (present.has(name) ? [name] : []) : [...present].filter((other) => name.test(other)).sort(),
-  );
-}
+const metricNames = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].filter((name) => name !== "step").sort();
+const matching = (names) => names.flatMap((name) => metricNames.filter((other) => name === other || name.test?.(other)));
 
 function points(run, name) {
-  const { step } = run.metrics;
   const values = run.metrics[name] ?? [];
-  const found = [];
-  values.forEach((value, place) => isNumber(value) && found.push([step[place], value]));
-  return found;
+  return values.map((value, place) => [run.metrics.step[place], value]).filter(([, value]) => isNumber(value));
 }
 
 // An accuracy is there only where all rewards are 0 or 1: a curve through a few of them would mislead.
@@ -194,16 +163,15 @@ function ticks(low, high) {
   const raw = (high - low) / 4 || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
   const size = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= raw);
-  const found = [];
-  for (let number = Math.ceil(low / size); number * size <= high + size * 1e-9 && found.length < 9; number += 1) found.push(number * size);
-  return found;
+  const first = Math.ceil(low / size);
+  const numTicks = Math.min(Math.floor(high / size + 1e-9) - first + 1, 9);
+  return Array.from({ length: numTicks }, (_, place) => (first + place) * size);
 }
 
 function chart(panel) {
   const names = matching(panel.names);
-  const series = runs.flatMap((run, number) =>
-    names.map((name, place) => ({ run, number, name, dash: DASHES[place % DASHES.length], points: points(run, name) })),
-  );
+  const of = (run, number) => names.map((name, place) => ({ run, number, name, dash: DASHES[place % DASHES.length], points: points(run, name) }));
+  const series = runs.flatMap(of);
   const drawn = series.filter((one) => one.points.length && !one.run.hidden && isWhole(one));
   if (!drawn.length) return null;
 
@@ -241,13 +209,13 @@ function chart(panel) {
   svg.addEventListener("mousemove", (event) => {
     const step = stepAt(event);
     const told = drawn.map((one) => {
-      const near = one.points.reduce((best, p) => (Math.abs(p[0] - step) < Math.abs(best[0] - step) ? p : best));
-      return `${runs.length > 1 ? `${one.run.name} ` : ""}${one.name} ${short(near[1])} at step ${Math.round(near[0])}`;
+      const [at, value] = nearest(one.points, step, (p) => p[0]);
+      return `${runs.length > 1 ? `${one.run.name} ` : ""}${one.name} ${short(value)} at step ${Math.round(at)}`;
     });
     caption.replaceChildren(told.join(" · "));
   });
   svg.addEventListener("mouseleave", () => caption.replaceChildren(...legend(names)));
-  svg.addEventListener("click", (event) => choose({ view: "step", step: nearestStep(stepAt(event)), open: null }));
+  svg.addEventListener("click", (event) => choose({ view: "step", step: nearest(runs[state.run].steps, stepAt(event), (step) => step), open: null }));
   const unit = panel.unit ? make("span", { class: "faint" }, ` (${panel.unit})`) : null;
   return make("figure", {}, make("h2", {}, panel.title, unit), svg, caption);
 }
@@ -262,18 +230,15 @@ function legend(names) {
   return names.map((name, place) => make("span", { class: "key faint" }, sign("currentColor", DASHES[place % DASHES.length]), `${name} `));
 }
 
-function nearestStep(step) {
-  const { steps } = runs[state.run];
-  return steps.reduce((best, one) => (Math.abs(one - step) < Math.abs(best - step) ? one : best), steps[0] ?? null);
-}
+const nearest = (all, step, stepOf) =>
+  all.reduce((best, one) => (Math.abs(stepOf(one) - step) < Math.abs(stepOf(best) - step) ? one : best), all[0] ?? null);
 
 function drawCurves() {
   const figures = PANELS.map(chart);
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].filter((name) => name !== "step").sort();
-  if (!names.includes(state.other)) state.other = names[0];
+  if (!metricNames.includes(state.other)) state.other = metricNames[0];
   const other = chart({ title: state.other, names: [state.other], unit: "" });
   if (other) {
-    const menu = select(names, state.other, (value) => choose({ other: value }), "another metric");
+    const menu = select(metricNames, state.other, (value) => choose({ other: value }), "another metric");
     other.firstChild.replaceChildren(menu);
     figures.push(other);
   }
@@ -320,12 +285,7 @@ function settings() {
   return make("details", { id: "settings" }, make("summary", { class: "faint" }, ...plain(told.join(" · ") || "settings")), make("table", {}, ...rows));
 }
 
-// As `choose`, while the field that is typed in stays.
-function filter(changes) {
-  Object.assign(state, { shown: PAGE }, changes);
-  saveAddress();
-  drawList();
-}
+const filter = (changes) => choose(changes, drawList); // the field that is typed in stays
 
 function bound(name) {
   return make("input", { type: "number", step: "any", class: "bound", value: state[name], "aria-label": `${name} reward`, oninput: (event) => filter({ [name]: event.target.value }) });
@@ -412,32 +372,28 @@ function promptLine(sample) {
 }
 
 function conversation(messages) {
-  return messages.map((message) =>
-    make("div", { class: "turn" }, make("div", { class: "who" }, ...plain(message?.role ?? "")), textOf(content(message))),
-  );
+  const who = (message) => make("div", { class: "who" }, ...plain(message?.role ?? ""));
+  return messages.map((message) => make("div", { class: "turn" }, who(message), textOf(content(message))));
 }
 
 function whole(sample) {
   const { messages, ...info } = sample.info ?? {};
   if (messages !== undefined && !Array.isArray(messages)) info.messages = messages;
-  const parts = [];
-  if (typeof sample.prompt === "string") parts.push(make("div", { class: "turn" }, make("div", { class: "who" }, "prompt"), textOf(sample.prompt)));
-  else parts.push(...conversation(sample.prompt));
+  const isText = typeof sample.prompt === "string";
+  const parts = conversation(isText ? [{ role: "prompt", content: sample.prompt }] : sample.prompt);
   for (const name of sample.images ?? [])
     parts.push(data.images[name] ? picture(name) : make("p", { class: "faint" }, "an image that this page does not have"));
 
-  if (Array.isArray(messages)) {
-    parts.push(make("details", {}, make("summary", {}, "as a conversation"), ...conversation(messages)));
-    parts[parts.length - 1].open = true;
-  }
+  if (Array.isArray(messages))
+    parts.push(make("details", { open: true }, make("summary", {}, "as a conversation"), ...conversation(messages)));
   (sample.earlier ?? []).forEach((segment, number) => {
     parts.push(make("div", { class: "who" }, `segment ${number + 1} of ${sample.earlier.length + 1}`));
     if (segment.prompt) parts.push(textOf(segment.prompt, "text faint"));
     parts.push(tokens(segment));
   });
   if (sample.earlier) parts.push(make("div", { class: "who" }, `segment ${sample.earlier.length + 1}, the last`));
-  if (sample.tokens) parts.push(colours(), tokens(sample));
-  else parts.push(make("div", { class: "turn" }, make("div", { class: "who" }, "completion"), textOf(sample.completion)));
+  if (sample.tokens) parts.push(make("div", { class: "faint" }, MARKS), tokens(sample));
+  else parts.push(...conversation([{ role: "completion", content: sample.completion }]));
   if (sample.finish_reason !== "stop") parts.push(make("p", { class: "cut" }, `✂ it was cut: ${sample.finish_reason}`));
 
   const known = Object.entries({ ...sample.columns, ...info });
@@ -454,15 +410,9 @@ function whole(sample) {
   return parts;
 }
 
-function versionsOf(part) {
+function tokens(part) {
   const versions = new Array(part.tokens.length).fill(null);
   for (const [version, begin, end] of part.weight_versions) versions.fill(version, begin, end);
-  return versions;
-}
-
-function tokens(part) {
-  const versions = versionsOf(part);
-  const all = [...new Set(versions.filter((version) => version !== null))];
   let last = versions.find((version) => version !== null);
   const spans = part.tokens.map((text, place) => {
     const version = versions[place];
@@ -475,21 +425,13 @@ function tokens(part) {
       told = `log-prob ${short(logprob)} (p ${Math.exp(logprob).toPrecision(3)}), policy version ${version}`;
       if (logprob < VERY_UNLIKELY) kinds.push("very-unlikely");
       else if (logprob < UNLIKELY) kinds.push("unlikely");
-      if (state.colour === "likely") ground = `background: rgb(230 120 0 / ${Math.min(0.6, -logprob / 8).toFixed(2)})`;
-      else if (all.length > 1) ground = `background: ${COLOURS[all.indexOf(version) % COLOURS.length]}44`;
+      ground = `background: rgb(230 120 0 / ${Math.min(0.6, -logprob / 8).toFixed(2)})`;
       if (version !== last) kinds.push("new-version");
       last = version;
     }
     return make("span", { class: kinds.join(" "), title: `${place}: ${told}`, style: ground || null, "data-version": version }, ...plain(text));
   });
   return make("div", { class: "text tokens", dir: "auto" }, ...spans);
-}
-
-function colours() {
-  return make("div", { class: "row faint" },
-    button("colour by log-prob", () => choose({ colour: "likely" }), state.colour === "likely"),
-    button("by policy version", () => choose({ colour: "version" }), state.colour === "version"),
-    make("span", {}, "underlined: p < 0.1, twice: p < 0.01 under the server; ⟨v3⟩: from here policy version 3; struck: does not train"));
 }
 
 function difference(first, last) {
@@ -501,27 +443,20 @@ function difference(first, last) {
 // The two evaluations that are compared: the first and the last, or those that were chosen.
 function compared() {
   const { evaluations } = runs[state.run];
-  const [before, after] = [state.before ?? evaluations[0], state.after ?? evaluations.at(-1)];
-  return { before, after };
+  return { before: state.before ?? evaluations[0], after: state.after ?? evaluations.at(-1) };
 }
 
 function drawHeldOut() {
   const run = runs[state.run];
   const { before, after } = compared();
-  const problems = new Map();
-  for (const sample of run.heldOut) {
-    const key = `${sample.set ?? ""} ${sample.row}`;
-    if (!problems.has(key)) problems.set(key, new Map());
-    const ofStep = problems.get(key);
-    if (!ofStep.has(sample.step)) ofStep.set(sample.step, []);
-    ofStep.get(sample.step).push(sample);
-  }
+  const seen = run.heldOut.filter((sample) => [before, after].includes(sample.step));
+  const problems = Map.groupBy(seen, (sample) => `${sample.set ?? ""} ${sample.row}`);
   const mean = (samples) => ({ reward: meanReward(samples), samples });
-  const pairs = [...problems.values()].map((ofStep) => {
+  const pairs = [...problems.values()].filter((ofProblem) => ofProblem.some(fits)).map((ofProblem) => {
+    const ofStep = Map.groupBy(ofProblem, (sample) => sample.step);
     const steps = [before, after].filter((step) => ofStep.has(step));
-    if (!steps.length) return null;
     return { first: mean(ofStep.get(steps[0])), last: mean(ofStep.get(steps.at(-1))), steps };
-  }).filter((pair) => pair !== null).filter((pair) => [...pair.first.samples, ...pair.last.samples].some(fits));
+  });
   const size = (pair) => Math.abs(pair.last.reward - pair.first.reward) || 0;
   pairs.sort((a, b) => size(b) - size(a));
 
@@ -529,7 +464,7 @@ function drawHeldOut() {
   const better = pairs.filter((pair) => pair.last.reward > pair.first.reward).length;
   const parts = [make("p", {}, `${pairs.length} problems: ${better} better, ${worse} worse, the largest changes first`)];
   for (const step of new Set([before, after]))
-    parts.push(summary(run.heldOut.filter((sample) => sample.step === step && fits(sample)), `at step ${step}: `));
+    parts.push(summary(seen.filter((sample) => sample.step === step && fits(sample)), `at step ${step}: `));
   for (const { first, last, steps } of pairs.slice(0, state.shown)) {
     const cards = [first.samples[0], ...(new Set(steps).size > 1 ? [last.samples[0]] : [])].map(card);
     const change = steps.length > 1 ? [difference(first, last), `${short(first.reward)} → ${short(last.reward)}`] : [`only at step ${steps[0]}`];
@@ -547,9 +482,8 @@ function meanReward(samples) {
 
 // How often each value comes, the most frequent first.
 function counted(values) {
-  const counts = new Map();
-  for (const value of values) counts.set(value, (counts.get(value) ?? 0) + 1);
-  return [...counts].sort(([one, times], [other, more]) => more - times || (one < other ? -1 : 1));
+  const counts = [...Map.groupBy(values, (value) => value)].map(([value, all]) => [value, all.length]);
+  return counts.sort(([one, times], [other, more]) => more - times || (one < other ? -1 : 1));
 }
 
 // The most frequent completion, where a policy that answers everything alike shows, and the rewards.
@@ -574,13 +508,12 @@ function summary(samples, where = "") {
 
 // Of a step, how many of its completions are in the log, and how many groups taught nothing.
 function aboutStep(step) {
-  const { config, metrics } = runs[state.run];
-  const place = metrics.step.indexOf(step); // -1 where steps are means of neighbours
+  const { config, metrics, byStep } = runs[state.run];
   const parts = [];
   const total = (config.batch_size ?? 0) * (config.num_generations ?? 0);
-  const logged = (runs[state.run].byStep.get(step) ?? []).length;
+  const logged = (byStep.get(step) ?? []).length;
   if (logged < total) parts.push(`${logged} of the step's ${total} completions were logged`);
-  const share = metrics.frac_reward_zero_std?.[place];
+  const share = metrics.frac_reward_zero_std?.[metrics.step.indexOf(step)]; // none where steps are means of neighbours
   if (isNumber(share)) parts.push(`${Math.round(100 * share)} % of the groups with rewards have advantages that are all zero`);
   return parts.length ? make("p", { class: "faint" }, parts.join("; ")) : "";
 }
@@ -596,10 +529,8 @@ function drawList() {
   const parts = [summary(samples)];
   if (state.view === "step") parts.push(aboutStep(state.step));
   if (isGrouped()) {
-    const groups = new Map();
-    for (const sample of samples) groups.set(sample.group, [...(groups.get(sample.group) ?? []), sample]);
     let drawn = 0;
-    for (const [group, ofGroup] of groups) {
+    for (const [group, ofGroup] of Map.groupBy(samples, (sample) => sample.group)) {
       if (drawn >= state.shown) break;
       drawn += ofGroup.length;
       const [first] = ofGroup;
@@ -628,10 +559,10 @@ function hash(changes = {}) {
 
 const saveAddress = () => history.replaceState(null, "", hash());
 
-function choose(changes) {
+function choose(changes, redraw = draw) {
   Object.assign(state, { shown: PAGE }, changes);
   saveAddress();
-  draw();
+  redraw();
 }
 
 function draw() {
@@ -647,11 +578,7 @@ function open(key) {
   byId(`sample-${key}`)?.scrollIntoView({ block: "nearest" });
 }
 
-function toRun(number) {
-  state.run = number;
-  choose({ run: number, step: runs[number].steps.at(-1) ?? null, sort: "group", order: 1, ...NO_FILTER, before: null, after: null, open: null, row: null });
-}
-
+const toRun = (run) => choose({ ...NO_FILTER, run, step: runs[run].steps.at(-1) ?? null, sort: "group", order: 1, before: null, after: null, open: null, row: null });
 const toView = (view) => choose({ view, set: "", open: null }); // the views have different data sets
 const toRow = (row) => row !== undefined && choose({ view: "row", row, set: "", open: null });
 
@@ -683,7 +610,6 @@ const KEYS = {
   p: ["its prompt over the steps", () => opened() && toRow(opened().row)],
   s: ["samples of a step", () => toView("step")],
   h: ["held-out problems", () => toView("heldOut")],
-  c: ["colour by log-prob or by version", () => choose({ colour: state.colour === "likely" ? "version" : "likely" })],
   "/": ["filter by text", () => document.querySelector("input[type=search]").focus()],
   "?": ["these keys", () => byId("help").showModal()],
 };
