@@ -330,7 +330,7 @@ def test_minibatches_weigh_every_token_alike(loss_type, expected):
 @pytest.mark.parametrize("fields", [
     {"max_staleness": 1}, {"scale_rewards": "batch"}, {"num_minibatches": 2},
     {"num_iterations": 2}, {"advantage_fn": lambda rewards, groups: rewards},
-], ids=str)  # fmt: skip
+], ids=" ".join)  # fmt: skip
 def test_training_waits_for_the_batch_where_it_must(fields):
     """Elsewhere it starts once the groups that came fill a row."""
     groups = make_groups()
