@@ -73,7 +73,7 @@ def train_on(model, gradients, config):
         for name, weight in model.named_parameters():
             gradient = torch.full(weight.shape, torch.nan)
             if of_update:
-                gradient = of_update[name].to(weight.dtype, copy=True)
+                gradient = of_update[name].clone()
             if isinstance(weight, DTensor):
                 gradient = distribute_tensor(gradient, weight.device_mesh, weight.placements)
             weight.grad = gradient
@@ -93,8 +93,14 @@ def test_adamw(width):
     optimizer, rates = train_on(model, gradients, config)
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.0075, 0.005, 0.0025])
 
-    theirs, _ = train_on(exact, gradients, replace(config, adam_8bit=False))
-    assert type(theirs) is torch.optim.AdamW
+    groups: list = [{"params": [exact.weight]}, {"params": [exact.bias], "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
+    for of_update, rate in zip(gradients, rates, strict=True):
+        for name, weight in exact.named_parameters():
+            weight.grad = of_update[name].double() if of_update else None
+        for group in theirs.param_groups:
+            group["lr"] = rate
+        theirs.step()
     torch.testing.assert_close(model.bias.double(), exact.bias, rtol=0, atol=1e-6)
     error = (model.weight.double() - exact.weight).abs()
     in_8bit = hasattr(optimizer.state[model.weight]["exp_avg"], "codes")

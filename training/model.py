@@ -395,6 +395,8 @@ def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
 
     for module in [*_layers(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        # A sum that is divided: gloo's own mean was a sum in versions of torch (its issue 162338).
+        module.set_force_sum_reduction_for_comms(True)
 
 
 # -- Training --------------------------------------------------------------------------------------
