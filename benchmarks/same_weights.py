@@ -8,11 +8,13 @@ is compared to 1e-6. The exit status is 0 where all is as it should be.
 """
 
 import argparse
+import base64
 import json
 import random
 import subprocess
 import sys
 import tempfile
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,8 @@ from benchmarks.common import arguments, report
 
 DDP = "DDP, 2 ranks"
 IMAGES = "images, replayed"
-SAVE = "--parts recipes.replay.save"
-REPLAY = "--replay"  # and a folder: recipes.replay in place of train.py
+SAVE = "--save_rollouts true"
+REPLAY = "--replay"  # and a folder
 LIMITS = {DDP: 1e-6}  # the largest difference of a weight, where it is not 0: see above
 # The number of ranks, and the options of each command; {folder} is where all cases of a checkout are.
 CASES: dict[str, tuple[int, list[str]]] = {
@@ -88,42 +90,76 @@ def answer(prompt_ids: list[int], number: int) -> tuple[list[int], float]:
     return [rng.randrange(5, 90) for _ in range(rng.randrange(1, 10))], 0.01
 
 
-def saved_squares(model: str, folder: Path) -> None:
+def saved_squares(model: str, folder: Path, is_old: bool) -> None:
     """Rollouts of `RECIPE_WITH_IMAGES` as a run that saves them would write them.
 
     The stand-in server takes no images, so their completions are made up here, and replayed.
     """
+    import msgspec
     from transformers import AutoProcessor
 
-    from recipes.replay import write
     from recipes.tiny_vlm import QUESTION, squares
-    from rollouts.group import Completion, Group, Prompt
-
-    folder.mkdir()
-    settings: dict[str, Any] = {"batch_size": 4, "num_generations": 2, "temperature": 1.0}
-    settings |= {"parts": ["recipes.replay.save"], "reward_funcs": ["r.mean_id"]}
-    (folder / "config.json").write_text(json.dumps(settings))
 
     processor = AutoProcessor.from_pretrained(model)
     parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     text = processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
-    rewards = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
-    steps: dict[int, list[Group]] = {}
+    lines = []
+    steps: dict[int, list[Any]] = {}
     for index, row in enumerate(squares(NUM_SQUARES, seed=1)):
         batch = processor(text=[text], images=[[row["image"]]], return_tensors="pt")
         prompt_ids = batch["input_ids"][0].tolist()
-        completions = []
-        for number in range(2):
-            ids, _ = answer(prompt_ids, number)
-            completions.append(Completion(ids, [-4.5] * len(ids), "stop", 0))
-        version = index // 4
-        group = Group(
-            Prompt(index, prompt_ids, "", {}), completions, rewards=rewards, started_version=version,
-            finished_version=version, trained_version=version,
-        )  # fmt: skip
-        steps.setdefault(1 + version, []).append(group)
-    for step, groups in steps.items():
+        group = {
+            "prompt": {"index": index, "token_ids": prompt_ids, "content": "", "columns": {}},
+            "completions": [made_up_completion(prompt_ids, number) for number in range(2)],
+            "rewards": [[float(number)] for number in range(2)],
+            "started_version": index // 4, "finished_version": index // 4,
+            "trained_version": index // 4, "server": 0,
+            "started_s": 0.0, "sampled_s": 1.0, "scored_s": 2.0,
+        }  # fmt: skip
+        encoded = base64.b64encode(msgspec.msgpack.encode(group)).decode()
+        lines.append(json.dumps({"step": 1 + index // 4, "group": encoded}) + "\n")
+        steps.setdefault(1 + index // 4, []).append((index, prompt_ids))
+    folder.mkdir()
+    settings: dict[str, Any] = {"batch_size": 4, "num_generations": 2, "temperature": 1.0}
+    settings["parts"] = ["recipes.replay.save"]
+    (folder / "config.json").write_text(json.dumps({**settings, "reward_funcs": ["r.mean_id"]}))
+    if is_old:
+        (folder / "rollouts.jsonl").write_text("".join(lines))
+        return
+
+    from recipes.replay import write
+    from rollouts.group import Completion, Group, Prompt
+
+    rewards = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    for step, rows in steps.items():
+        groups = []
+        for index, prompt_ids in rows:
+            completions = []
+            for number in range(2):
+                ids, _ = answer(prompt_ids, number)
+                completions.append(Completion(ids, [-4.5] * len(ids), "stop", 0))
+            prompt = Prompt(index, prompt_ids, "", {})
+            groups.append(
+                Group(prompt, completions, rewards=rewards, started_version=step - 1,
+                      finished_version=step - 1, trained_version=step - 1)
+            )  # fmt: skip
         write(folder, step, groups)
+
+
+def made_up_completion(prompt_ids: list[int], number: int) -> dict[str, Any]:
+    """A completion that depends on nothing but its prompt and number, as a replay reads it."""
+    import msgspec
+
+    ids, _ = answer(prompt_ids, number)
+    return {
+        "token_ids": msgspec.msgpack.Ext(0, array("i", ids).tobytes()),
+        "sampler_logprobs": msgspec.msgpack.Ext(1, array("f", [-4.5] * len(ids)).tobytes()),
+        "finish_reason": "stop",
+        "weight_versions": [[0, 0, len(ids)]],
+        "info": {},
+        "prompt_ids": None,
+        "earlier": [],
+    }
 
 
 def train(checkout: Path, folder: Path) -> None:
@@ -146,7 +182,8 @@ def train(checkout: Path, folder: Path) -> None:
     model_of_images = str(folder / "model_of_images")
     build_tiny_vlm.build_model(processor.tokenizer).save_pretrained(model_of_images)
     processor.save_pretrained(model_of_images)
-    saved_squares(model_of_images, folder / "sampled_images")
+    is_old = (checkout / "rollouts" / "replay.py").exists()  # until 9eae0c8
+    saved_squares(model_of_images, folder / "sampled_images", is_old)
 
     recipe = folder / "same_weights_recipe.py"
     for case, (num_ranks, commands) in CASES.items():
@@ -164,10 +201,15 @@ def train(checkout: Path, folder: Path) -> None:
 def run(checkout: Path, num_ranks: int, words: list[str]) -> None:
     """One run of train.py; RuntimeError with the end of its output where it fails."""
     command = [sys.executable]
+    is_new = not (checkout / "rollouts" / "replay.py").exists()
     trainer = ["train.py", *words]
-    if REPLAY in words:
+    if is_new and REPLAY in words:
         place = words.index(REPLAY)
         trainer = ["-m", "recipes.replay", words[place + 1], *words[:place], *words[place + 2 :]]
+    if is_new and "--save_rollouts" in words:
+        place = words.index("--save_rollouts")
+        words = [*words[:place], "--parts", "recipes.replay.save", *words[place + 2 :]]
+        trainer = ["train.py", *words]
     if num_ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     done = subprocess.run(
