@@ -425,9 +425,9 @@ def _calls(pieces: list[Piece], num_tokens: int, is_cuda: bool) -> list[list[Pie
     num_keys = 0
     for queries, keys in pieces:
         num_keys += len(keys)
-        common: Any = (num_keys - 1) // num_tokens  # a call has about as many keys as the row
-        if not is_cuda:
-            common = (len(queries), len(keys))
+        common: Any = (len(queries), len(keys))
+        if is_cuda:  # a call has about as many keys as the row has tokens
+            common = (num_keys - 1) // num_tokens
         calls.setdefault(common, []).append((queries, keys))
     return list(calls.values())
 

@@ -265,8 +265,8 @@ def train_batch(
             if micro_batch.update:
                 normalizer = loss_normalizer(*micro_batch.update, config)
                 # DDP and FSDP2 leave the mean of the ranks' gradients, where their sum counts.
-                of_mean = normalizer / dist.get_world_size()
-                grad_norms.append(optimizer_step(policy, optimizer, scheduler, of_mean, config))
+                per_rank = normalizer / dist.get_world_size()
+                grad_norms.append(optimizer_step(policy, optimizer, scheduler, per_rank, config))
                 # `loss` becomes the mean of all updates.
                 token_sums.end_update(normalizer * config.updates_per_batch)
 

@@ -330,13 +330,19 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
     for name, default in (here | {"tensor_parallel": 1} | there).items():
         text = f"default {default}"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
-    parser.add_argument("--server_options", default="", metavar="WORDS", help="of vLLM")
+    parser.add_argument(
+        "--server_options", default="", metavar="WORDS", help="of vLLM, as ='--quantization fp8'"
+    )
     text = "let the server leave a shared GPU to the trainer while that trains, at max_staleness 0"
     parser.add_argument("--sleep", action="store_true", help=text)
-    parser.add_argument("--doctor", action="store_true", help="run doctor.py in place of train.py")
+    parser.add_argument(
+        "--doctor", action="store_true", help="run scripts/doctor.py in place of train.py"
+    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--print", action="store_true", help="print the commands, start nothing")
-    instead.add_argument("--slurm", type=Path, metavar="FILE", help="a job for several nodes")
+    instead.add_argument(
+        "--slurm", type=Path, metavar="FILE", help="write a batch script for several nodes"
+    )
     args, words = parser.parse_known_args(argv)
     for name, default in (here if args.slurm else there).items():
         if getattr(args, name) != default:

@@ -190,10 +190,18 @@ def main(argv: list[str]) -> None:
     """Command line."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's output_dir")
-    parser.add_argument("-v", "--metric", action="append", default=[], help="one for each panel")
-    parser.add_argument("--rewards", action="store_true", help="their two panels come first")
+    parser.add_argument(
+        "-v", "--metric", action="append", default=[], help="a panel of its own; may be repeated"
+    )
+    parser.add_argument(
+        "--rewards",
+        action="store_true",
+        help="two panels before those of -v: reward, held-out reward",
+    )
     parser.add_argument("-x", default="step", help="the metric of the horizontal axis")
-    parser.add_argument("--smooth", type=int, default=1, metavar="STEPS", help="means of so many")
+    parser.add_argument(
+        "--smooth", type=int, default=1, metavar="STEPS", help="mean over so many values"
+    )
     parser.add_argument("-o", "--output", type=Path, help="default: reward.png in the first run")
     args = parser.parse_args(argv)
     if args.smooth < 1:

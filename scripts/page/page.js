@@ -17,7 +17,11 @@ const PANELS = [
   { title: "length of completions", names: ["completions/mean_length"], unit: "tokens" },
   { title: "different completions", names: ["completions/different"], unit: "share" },
   { title: "entropy", names: ["entropy"], unit: "nats" },
-  { title: "trainer's minus server's log-probs", names: ["sampling/current_logp_difference", "sampling/stale_logp_difference"], unit: "nats" },
+  {
+    title: "trainer's minus server's log-probs",
+    names: ["sampling/current_logp_difference", "sampling/stale_logp_difference"],
+    unit: "nats",
+  },
   { title: "idle", names: ["idle/trainer", "idle/servers"], unit: "share of the time" },
   { title: "speed", names: ["tokens_per_s/trained", "tokens_per_s/sampled"], unit: "tokens/s" },
 ];
