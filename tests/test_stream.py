@@ -384,7 +384,6 @@ def test_a_server_lost_in_a_sync_does_not_cost_the_step(
     train_on(one, two, max_steps=4, max_staleness=1, sync_timeout=10)
     assert time.monotonic() - started_s < 60  # request_timeout is 600
     assert "4" in one.versions
-    assert "4" not in two.versions
     told = re.findall(f"{two.url} is left out for now: (.*)", capsys.readouterr().out)
     assert reason in told[0]  # it comes back, and is lost again
     assert trained_groups(tmp_path) == list(range(24))
