@@ -264,9 +264,7 @@ def train_batch(
             add_gradient(policy, reference, micro_batch.to(device), token_sums, config)
             if micro_batch.update:
                 normalizer = loss_normalizer(*micro_batch.update, config)
-                # DDP and FSDP2 leave the mean of the ranks' gradients, where their sum counts.
-                per_rank = normalizer / dist.get_world_size()
-                grad_norms.append(optimizer_step(policy, optimizer, scheduler, per_rank, config))
+                grad_norms.append(optimizer_step(policy, optimizer, scheduler, normalizer, config))
                 # `loss` becomes the mean of all updates.
                 token_sums.end_update(normalizer * config.updates_per_batch)
 
@@ -320,7 +318,7 @@ def optimizer_step(
 ) -> float:
     """Divide the gradients by `normalizer`, clip, and step if they are finite.
 
-    Returns the unclipped norm. Collective.
+    They are sums over all ranks. Returns the unclipped norm. Collective.
     """
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, normalizer)

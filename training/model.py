@@ -318,6 +318,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
             model = nn.parallel.DistributedDataParallel(
                 model, gradient_as_bucket_view=True, broadcast_buffers=False
             )
+        model.register_comm_hook(None, _sum_over_ranks)
     return model
 
 
@@ -395,8 +396,17 @@ def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
 
     for module in [*_layers(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-        # A sum that is divided: gloo's own mean was a sum in versions of torch (its issue 162338).
-        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)  # a sum, as `optimizer_step` normalizes once
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's reduction of gradients: a sum, as `optimizer_step` normalizes once."""
+    return (
+        dist.all_reduce(bucket.buffer(), async_op=True)
+        .get_future()
+        .then(lambda done: done.value()[0])
+    )
 
 
 # -- Training --------------------------------------------------------------------------------------
