@@ -50,8 +50,8 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
     Args:
         rewards: [num_groups, num_generations], of a floating type; NaN where a completion has none.
-            All of a batch, if `scale` is batch. Otherwise each group must get what it gets alone,
-            or `set_advantages` raises an error: an `advantage_fn` always has the whole batch.
+            All of a batch, if `scale` is batch. Else they may be of any groups, and no group's
+            result may depend on the others: `set_advantages` refuses that. An `advantage_fn` may.
         scale: `group` divides by the group's own standard deviation (unbiased), `batch` by that of
             all rewards, `none` by nothing (Dr. GRPO, arXiv:2503.20783).
 
@@ -117,7 +117,7 @@ def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
 def bounded_log_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
     """log p / q [N] of two log-probs [N], nats, within ±`MAX_LOG_RATIO`.
 
-    It is 0 on masked tokens, whatever they hold: 0 times infinity would be NaN.
+    It is 0 on masked tokens, whatever they hold: sums over a completion leave them out.
     """
     log_ratio = (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.where(mask > 0, 0.0)
@@ -198,7 +198,7 @@ def loss_normalizer(num_completions: int, num_trained_tokens: int, config: Train
         return max(num_completions, 1)
     if config.loss_type == "dr_grpo":
         return max(num_completions, 1) * config.max_completion_len
-    if config.divides_by_batch:  # all mini-batches divide by the batch's mean
+    if config.divides_by_batch:  # the batch's mean number in a mini-batch
         return max(num_trained_tokens, 1) / config.num_minibatches
     return max(num_trained_tokens, 1)  # bnpo
 
@@ -289,7 +289,7 @@ def add_gradient(
     logprobs, entropy = token_logprobs(policy, packed, images, config, return_entropy=True)
 
     trainer_logprobs = micro_batch.trainer_logprobs
-    if trainer_logprobs is None:  # it trains once: these will do
+    if trainer_logprobs is None:  # one update a batch: these are from before it
         trainer_logprobs = logprobs.detach()
     old_logprobs = trainer_logprobs
     if config.old_logprobs == "sampler":

@@ -121,9 +121,9 @@ class Rollouts:
     ) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the next batch, as its groups come.
 
-        Collective: every rank iterates to the end. Rank 0 waits for groups, lets `set_advantages`
-        fill theirs in, packs them, and sends each rank its own. Where servers sleep it waits for
-        the whole batch, as no more can be sampled until that is trained.
+        Collective: every rank iterates to the end. Rank 0 waits for groups, has `set_advantages`
+        fill in their advantages, packs them, and sends each rank its own. Where servers sleep it
+        waits for the whole batch, as no more can be sampled until that is trained.
 
         Raises:
             Stopped: the run is to end.
@@ -132,10 +132,10 @@ class Rollouts:
         groups: list[Group] = []
         of_ranks: list[list[MicroBatch]] = []
 
-        def deal_groups() -> bool | None:
+        def deal_groups() -> bool | None:  # `is_complete`, or None where nothing was dealt
             group = self.stream.take()
             if not group:
-                if self.version >= self.stream.num_steps:  # there are groups for fewer steps
+                if self.version >= self.stream.num_steps:  # a part has too few groups for the run
                     self.stop.set()
                 return None
             groups.append(group)
@@ -154,7 +154,7 @@ class Rollouts:
             started_s = time.monotonic()
             is_complete = self._repeat(deal_groups)
             self.waited_s += time.monotonic() - started_s
-            if is_complete is None:
+            if is_complete is None:  # the run is to end
                 raise Stopped
             own: list[list[MicroBatch]] = [[]]  # of this rank
             dist.scatter_object_list(own, of_ranks, src=0)
@@ -269,11 +269,11 @@ class Rollouts:
         """Send the policy to every server as `version`. Collective.
 
         A new or returned server, whose weights were zeroed (but for the base of an adapter that is
-        sent alone), serves once its log-probs of a probe agree. At the first sync all must, or it
-        is a ServerError. Each 20 versions all servers are probed.
+        sent alone), serves once its log-probs of a probe agree. At the first sync one that does not
+        is a ServerError. Every 20th version all servers are probed.
         """
         is_first = self.policy is None
-        members = self.pool.waiting if is_main() else []
+        connected = self.pool.waiting if is_main() else []  # at the first sync all
         self.policy = policy
         self.version = version
         if self.servers_sleep:  # they wake up, and need the memory that all ranks cache
@@ -287,7 +287,7 @@ class Rollouts:
         prove(self, servers)
         if is_first:
             self._restart_clocks()
-            faults = [f"{server.url}: {server.why_out}" for server in members if server.why_out]
+            faults = [f"{server.url}: {server.why_out}" for server in connected if server.why_out]
             faults = broadcast_object(faults)
             if faults:  # before anything is sampled
                 raise ServerError("; ".join(faults))
@@ -311,7 +311,7 @@ class Rollouts:
         return []
 
     def set_config(self, config: TrainConfig) -> None:
-        """Take the config in which it is decided whether rows share prefixes."""
+        """Take the config as `share_prefixes` gives it, maybe without `share_prefix`."""
         self.config = config
         if is_main():
             self.run.config = config

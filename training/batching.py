@@ -146,7 +146,8 @@ class Dealer:
         """Deal the groups that came: each rank's next micro-batches.
 
         Args:
-            groups: in the order in which they train; with several mini-batches the whole batch.
+            groups: in the order in which they train; all of the batch at once, if it has several
+                mini-batches.
             is_complete: these are the batch's last groups.
         """
         config = self.config
@@ -162,7 +163,7 @@ class Dealer:
                 of_batch = config.num_minibatches > 1 and config.divides_by_batch
                 update = num_trained(groups if of_batch else self.added, config)
                 self.added = []
-                for own in of_ranks:  # each has one: the last row waited until now
+                for own in of_ranks:  # the last round was whole: each has a row of the update
                     own[-1].update = update
         return of_ranks
 
