@@ -166,7 +166,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """transformers' attention (`sdpa`, `flash_attention_2`, ...) where no prefix is shared;
     None takes its default."""
     share_prefix: bool = True
-    """Forward a prompt once for all its completions, where that is exact and saves work;
+    """Forward a prompt once for all its completions, where that is exact;
     else pad a row for each."""
     gradient_checkpoint: bool = False
     """Recompute activations in the backward pass: about a third more time for much less memory."""
@@ -300,7 +300,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     dapo: of the whole batch. cispo: dapo's, of clipped, detached ratios times log-probs."""
     loss_fn: Function | None = None
     """Function in place of `train.grpo_loss`, with its arguments and results, and with
-    differentiable entropies where it has an argument `entropy`. See `recipes/own_loss.py`."""
+    differentiable entropies where it has an argument `entropy` without a default. See `recipes/own_loss.py`."""
     advantage_fn: Function | None = None
     """`f(rewards, groups) -> advantages` of a whole batch in place of `train.compute_advantages`:
     `recipes/advantages.py`."""
@@ -329,7 +329,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     correction_floor: NonNegativeFloat = 0.5
     """Lower bound on w, for the masks."""
     beta: NonNegativeFloat = 0.0
-    """Weight of the KL penalty (k3) to the reference; with 0 only a `loss_fn` may use one."""
+    """Weight of the KL penalty (k3) to the reference; with 0 only own functions may use one."""
     reference_id: PathOrName | None = None
     """Model behind `ref_logprobs`, of the same vocabulary, as a teacher;
     None: the initial policy."""
