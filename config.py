@@ -300,7 +300,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     dapo: of the whole batch. cispo: dapo's, of clipped, detached ratios times log-probs."""
     loss_fn: Function | None = None
     """Function in place of `train.grpo_loss`, with its arguments and results, and with
-    differentiable entropies where it has an argument `entropy` without a default. See `recipes/own_loss.py`."""
+    differentiable entropies where it has an argument `entropy` without a default.
+    See `recipes/own_loss.py`."""
     advantage_fn: Function | None = None
     """`f(rewards, groups) -> advantages` of a whole batch in place of `train.compute_advantages`:
     `recipes/advantages.py`."""

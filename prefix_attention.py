@@ -69,13 +69,13 @@ _fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 Segment = tuple[int, int, int, int]
 
 
-@dataclass(frozen=True, eq=False)
 class Tree:
-    """The segments of a row, depth first; an object, which FSDP2 and DDP leave on the host."""
+    """The segments of a row, depth first; no dataclass, which FSDP2 would copy in every layer."""
 
-    # of a segment: where it starts, its length, how many tokens of the path of the segment before
-    # come before it, and above 0 where its tokens also see later ones of it (an image)
-    segments: list[Segment]
+    def __init__(self, segments: list[Segment]):
+        # of a segment: where it starts, its length, how many tokens of the path of the segment
+        # before come before it, and above 0 where its tokens also see later ones of it (an image)
+        self.segments = segments
 
 
 @dataclass(frozen=True)

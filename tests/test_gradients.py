@@ -23,7 +23,7 @@ from test_prefix_models import make_model as make_family
 from transformers import AutoModelForCausalLM
 
 from config import UserError
-from prefix_attention import attach, pack
+from prefix_attention import _blocks, attach, completion_logprobs, pack
 from recipes.losses import entropy_bonus
 from rollouts.group import Completion, Group, Prompt
 from rollouts.run import open_run
@@ -277,6 +277,23 @@ def test_sums_of_adapters_are_not_rounded(models, tmp_path):
     assert gradients
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
     assert not any(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
+
+
+def plans_of_a_row(output, model):
+    """How often the kernel calls of a row were planned, in both passes of all layers."""
+    config = make_config(model, use_fsdp=True, fsdp_bf16=True)
+    with process_group(60) as device:
+        policy = attach(build_policy(config, device), verify=False)
+        _blocks.cache_clear()
+        (row,) = pack([([5, 6, 7], [[8, 9], [10, 11]])])
+        completion_logprobs(policy, row).sum().backward()
+        torch.save(_blocks.cache_info().misses, output)
+
+
+def test_a_row_is_planned_once_under_fsdp(models, tmp_path):
+    """Whatever FSDP2 copies of a layer's arguments when it casts them."""
+    on_ranks(1, tmp_path, "test_gradients.plans_of_a_row", tmp_path / "out.pt", models["tied"])
+    assert torch.load(tmp_path / "out.pt") == 1
 
 
 # -- rows and ranks --------------------------------------------------------------------------------
