@@ -202,7 +202,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """A `datasets` name, `name:subset` or `name:subset:split` (without a split: train), a file
     (`.jsonl`, `.ndjson`, `.json`, `.csv`, all of them `.gz` too, `.parquet`), or a function that
     returns the same rows each time: `prompt`, perhaps `images`; or several of them by name.
-    All columns of a `.csv` are text."""
+    All rows are read before the first step. All columns of a `.csv` are text."""
     eval_dataset_id: Source | Sets | None = None
     """Held-out problems, given as `dataset_id` is (a name without a split: test);
     None evaluates nothing."""

@@ -1065,14 +1065,10 @@ def _in_chunks(
     head: Callable[[Tensor], Tensor], hidden: Tensor, vocab_size: int, asked: _Asked
 ) -> tuple[Tensor, ...]:
     """Log-probs and entropies [N]; backward makes the logits of each chunk again."""
+    forbidden = asked.targets.new_tensor(asked.forbidden)
 
     def token_stats(hidden: Tensor, targets: Tensor, known: list[Tensor]) -> Any:
-        logits = head(hidden)
-        if asked.temperature != 1:
-            logits = logits.div_(asked.temperature)
-        if asked.forbidden:
-            logits = logits.index_fill_(-1, targets.new_tensor(asked.forbidden), NEVER)
-        return _Stats.apply(logits, targets[:, None], asked.with_entropy, known)
+        return _Stats.apply(head(hidden), targets[:, None], forbidden, asked, known)
 
     num_logits = HEAD_CHUNK["cuda" if hidden.is_cuda else "cpu"]
     num_chunks = max(1, len(hidden) // math.ceil(num_logits / vocab_size))
@@ -1126,25 +1122,33 @@ class _Product32(torch.autograd.Function):
 
 
 class _Stats(torch.autograd.Function):
-    """Log softmax at the targets [n, 1], and entropies, of logits [n, V]: two [n]."""
+    """Log softmax at the targets [n, 1], and entropies, of logits [n, V]: two [n].
+
+    The logits are used up: autograd would copy what changes in place.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool, known: list[Tensor]
-    ) -> Any:
+        ctx: Any, logits: Tensor, targets: Tensor, forbidden: Tensor, asked: _Asked,
+        known: list[Tensor],
+    ) -> Any:  # fmt: skip
+        if asked.temperature != 1:
+            logits.div_(asked.temperature)
+        logits.index_fill_(-1, forbidden, NEVER)
         if not known:  # else backward has made the logits again, and needs nothing else
-            known += _read(logits, targets, with_entropy)
+            known += _read(logits, targets, asked.with_entropy)
         logprobs, normalizers, entropies = known
         ctx.save_for_backward(logits, targets, normalizers, entropies)
+        ctx.temperature = asked.temperature
         ctx.set_materialize_grads(False)  # None for what no loss reads, most often entropies
         return logprobs[:, 0], entropies[:, 0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: they are made again
-        g = torch.zeros_like(saved[2]) if grad is None else grad[:, None]
-        h = None if entropy_grad is None else entropy_grad[:, None]
-        return _derive(*saved, g, h), None, None, None
+        g = torch.zeros_like(saved[2]) if grad is None else grad[:, None] / ctx.temperature
+        h = None if entropy_grad is None else entropy_grad[:, None] / ctx.temperature
+        return _derive(*saved, g, h), None, None, None, None
 
 
 @_fused

@@ -36,6 +36,7 @@ import uvicorn
 import uvloop
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils import cpu_resource_utils, torch_utils
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched import output
@@ -145,7 +146,9 @@ def options(argv: list[str]) -> Any:
 
 async def serve(args: Any, listener: socket.socket) -> None:
     """Load the model, and serve until a signal."""
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+    # As `vllm serve` says: by it vLLM chooses how many sequences and tokens a GPU takes at a time.
+    usage = UsageContext.OPENAI_API_SERVER
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args), usage_context=usage)
     try:
         config = uvicorn.Config(
             RolloutServer(engine, args).app, log_level="warning", timeout_graceful_shutdown=1,
@@ -169,12 +172,12 @@ def main(argv: list[str]) -> None:
     """
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
     args = options(argv)
-    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    try:  # before the model is loaded; who connects already waits
-        listener = socket.create_server((args.host, args.port), family=family)
-    except OSError as error:
-        sys.exit(f"error: --host {args.host} --port {args.port}: {error.strerror}")
-    with listener:
+    with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart
+        try:  # uvicorn listens, once the model is loaded: until then nobody connects
+            listener.bind((args.host, args.port))
+        except OSError as error:
+            sys.exit(f"error: --host {args.host} --port {args.port}: {error.strerror}")
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # of its connections
         for option, value in SILENCE.items():
             listener.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -56,8 +56,9 @@ class Teacher:
         if placeholder_ids(load_model_config(config)[0]):
             raise UserError("Teacher: with images the trainer needs its own reference_id")
 
-        if self.model_id:  # of the same vocabulary
-            load_processor(replace(config, reference_id=self.model_id, parts=[]))
+        if self.model_id:  # of the same vocabulary, which is asked of a reference that is read
+            beta = config.beta or 1.0
+            load_processor(replace(config, reference_id=self.model_id, beta=beta, parts=[]))
         theirs = replace(
             config, vllm_urls=self.urls, model_id=self.model_id or config.model_id, parts=[],
             top_k=None, sampling_params=None,  # as nothing is sampled there

@@ -15,7 +15,7 @@ from rollouts.group import Completion, Group
 from training.batching import micro_batches
 from training.model import token_logprobs
 from utils import call_on_main
-from vllm_client import ANSWER_TIMEOUT_S, CONTROL_TIMEOUT_S, Server, ServerError, State
+from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, State
 
 MISMATCH = (
     "its log-probs differ from the trainer's by {:.3g} nats a token: vLLM computes this model"
@@ -90,14 +90,12 @@ def _probe(rollouts: Any, server: Server) -> list[Completion]:
         "max_tokens": min(16, rollouts.config.max_completion_len),
         "temperature": rollouts.config.temperature,
     }
-    is_serving = server.state is State.SERVING
-    timeout_s = ANSWER_TIMEOUT_S if is_serving else CONTROL_TIMEOUT_S
     try:
         completions = server.generate(
-            prompt.token_ids, sampling, prompt.images, timeout_s=timeout_s, priority=-1
+            prompt.token_ids, sampling, prompt.images, timeout_s=CONTROL_TIMEOUT_S, priority=-1
         )
     except ServerError as error:
-        if not is_serving:
+        if server.state is not State.SERVING:
             rollouts.pool.lose(server, error)
         return []
     versions = torch.cat([completion.weight_versions for completion in completions])

@@ -197,9 +197,9 @@ class ServerPool:
                     break
                 if not self.servers:
                     raise ServerError("vllm_urls names no server, and a group asks for one")
-                if server or self.waiting:
+                if server:
                     ends_s = time.monotonic() + self.config.server_timeout
-                elif time.monotonic() > ends_s:
+                elif not self.waiting and time.monotonic() > ends_s:
                     why = "; ".join(server.why_out for server in self.servers)
                     raise ServerError(
                         f"no rollout server is left: {why}; "
@@ -259,7 +259,7 @@ class ServerPool:
     def _watch(self) -> None:
         """Read files of addresses until the run ends: listed servers come, and others leave."""
         while not self._is_closed.wait(PROBE_S):
-            if not self._meetings:  # the servers of the start come first
+            if self.waiting and not self._meetings:  # the servers of the start come first
                 continue
             known = {server.url: server for server in self.servers}
             try:
@@ -280,7 +280,7 @@ class ServerPool:
     def _take_back(self, server: Server) -> None:
         """Connect a lost or a new server, once it answers; others do its work until then."""
         # One that comes and goes should cost little.
-        wait_s = PROBE_S / 2 * 2 ** min(server.num_losses, 9)
+        wait_s = PROBE_S / 2 * 2 ** min(server.num_losses, 6)
         while not self._is_closed.wait(wait_s) and server in self.servers:
             wait_s = PROBE_S
             if self.sleeps or self._updating.locked():  # in whose middle it may have been lost

@@ -18,7 +18,7 @@ from vllm_client import ServerError
 
 MAX_GROUPS = 4096  # at work at once: each is a thread that waits for a server or a reward
 
-MAX_DROPPED_BATCHES = 10  # in one step
+MAX_DROPPED_BATCHES = 10  # in one step, for each batch that is under way
 GROUPS_KEPT = 8  # of each prompt, the last ones, in the history
 
 
@@ -107,7 +107,8 @@ class GroupStream:
                 self._changed.notify_all()
 
             if group.dropped:
-                if num_dropped >= MAX_DROPPED_BATCHES * self.config.batch_size:
+                num_batches = MAX_DROPPED_BATCHES * (1 + self.config.max_staleness)
+                if num_dropped >= num_batches * self.config.batch_size:
                     raise UserError(
                         f"nothing to learn: {num_dropped} groups of this step were dropped, the "
                         f"last as {group.why}: look at dropped.jsonl and the rewards, or take "

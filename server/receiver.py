@@ -69,11 +69,13 @@ class ComingUpdate:
                     group = WeightGroup(meeting, meeting.first_rank + number, device)
                 if worker.update is self:  # and no other has begun
                     worker.group = group
+            largest = 0  # of which loading holds a second copy
             for bucket in iter(group.receive, {}):
+                largest = max(largest, sum(tensor.nbytes for tensor in bucket.values()))
                 free_bytes = psutil.virtual_memory().available
                 if meeting.backend == "nccl":
                     free_bytes, _ = torch.cuda.mem_get_info(device)
-                if not self._can_wait or free_bytes < FREE_BYTES:
+                if not self._can_wait or free_bytes < FREE_BYTES + 2 * largest:
                     self.state = LOADS_NOW
                 yield bucket
             self.state = WHOLE

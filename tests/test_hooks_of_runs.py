@@ -257,7 +257,9 @@ def test_the_run_ends_where_the_only_server_goes_on_to_drop(fake, train_on, monk
     monkeypatch.setattr("rollouts.servers.PROBE_S", 0.2)
     dropping(fake, "model.layers.1.mlp.down_proj.weight", lambda sync: sync > 1)
     with pytest.raises(ServerError, match="no rollout server is left: .* nats a token"):
-        train_on(fake, max_steps=8, max_logprob_mismatch=1e-3, server_timeout=3)
+        train_on(
+            fake, max_steps=8, max_logprob_mismatch=1e-3, server_timeout=8
+        )  # longer than it is left alone
 
 
 def test_all_servers_are_probed_every_few_versions(fake, train_on, capsys, monkeypatch):
@@ -374,6 +376,23 @@ def test_reference_servers_train_as_the_reference_does(fake, stand_in, recipe, t
     # Log-probs in packed rows and in plain ones, three updates on.
     found = weights(tmp_path / "run", 3)
     torch.testing.assert_close(found, by_reference, rtol=1e-3, atol=1e-5)
+
+
+def by_teacher(rewards, groups):
+    """Advantages that are all zero, where a teacher's log-probs are there."""
+    return rewards * sum(len(group.ref_logprobs) - 4 for group in groups)
+
+
+def test_another_model_teaches_by_advantages(stand_in, recipe, tmp_path, monkeypatch):
+    """Its servers are those that a file names, which changes on the way."""
+    monkeypatch.setattr("rollouts.servers.PROBE_S", 0.05)
+    one, two, names = stand_in(), stand_in(), tmp_path / "names.txt"
+    names.write_text(one.url)
+    parts: Any = [Teacher(f"@{names}", model_id=one.model_id)]
+    config = parse_args([recipe(stand_in(0.3)), *flags(max_steps=4)])
+    one.fault = lambda path: path == "/sample" and names.write_text(two.url)
+    main(replace(config, parts=parts, advantage_fn="test_hooks_of_runs.by_teacher"))
+    assert request_times(two)
 
 
 def test_what_a_reference_server_cannot_do(fake, recipe, vlm):
