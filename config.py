@@ -262,8 +262,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     False waits for their end."""
     drop_zero_advantage: bool = False
     """Drop groups whose rewards are all equal, and sample other prompts in their place
-    (DAPO's dynamic sampling), of up to ten batches a step; with an `advantage_fn`: those that get
-    nothing but zeros when it is asked about each by itself."""
+    (DAPO's dynamic sampling), up to ten batches for each under way; with an `advantage_fn`:
+    those that get nothing but zeros when it is asked about each by itself."""
     max_concurrent_requests: PositiveInt = 64
     """Groups in flight on one server."""
     request_timeout: PositiveFloat = 600.0

@@ -69,7 +69,7 @@ class ComingUpdate:
                     group = WeightGroup(meeting, meeting.first_rank + number, device)
                 if worker.update is self:  # and no other has begun
                     worker.group = group
-            largest = 0  # of which loading holds a second copy
+            largest = 0  # bytes of a bucket, of which loading holds a second copy
             for bucket in iter(group.receive, {}):
                 largest = max(largest, sum(tensor.nbytes for tensor in bucket.values()))
                 free_bytes = psutil.virtual_memory().available
