@@ -1,29 +1,12 @@
 """Stand-in servers in processes of their own, which a test can kill, stop and question."""
 
 import hashlib
-import multiprocessing
 import os
 import signal
 import time
-from functools import cache
-from multiprocessing import forkserver
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@cache
-def _forks():
-    """The context of a process that has imported the libraries, and ends with this one."""
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["fake_server", "transformers.models.qwen3.modeling_qwen3"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "scripts")]))
-        forkserver.ensure_running()
-    return forks
+from forked import forks
 
 
 def digest_of(model):
@@ -72,8 +55,9 @@ class Apart:
     """A stand-in in a process of its own."""
 
     def __init__(self, model):
-        self._pipe, theirs = _forks().Pipe()
-        self.process = _forks().Process(target=_serve, args=(model, theirs), daemon=True)
+        context = forks("fake_server", "transformers.models.qwen3.modeling_qwen3")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(model, theirs), daemon=True)
         self.process.start()
         self.url = self._answer()
 

@@ -14,13 +14,13 @@ PRELOAD = ["vllm_server", "vllm.v1.worker.cpu_worker", "vllm.model_executor.mode
 
 
 @cache
-def _forks():
-    """The context of the process that they are forked from, which ends with this one."""
+def forks(*modules):
+    """The context of a process that has imported these modules, and ends with this one."""
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(PRELOAD)
+    forks.set_forkserver_preload([*modules])
     with pytest.MonkeyPatch.context() as patch:
         # Python 3.11 does not tell it our sys.path before it imports.
-        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "scripts")]))
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # read when torch is imported
         forkserver.ensure_running()
     return forks
@@ -52,7 +52,8 @@ class Forked:
 
     def __init__(self, command, log, env):
         assert self.allowed, "a test that starts a server is marked: @pytest.mark.server"
-        self.process = _forks().Process(target=self.serve, args=(command[2:], str(log), env))
+        arguments = command[2:], str(log), env
+        self.process = forks(*PRELOAD).Process(target=self.serve, args=arguments)
         self.process.start()
         self.pid = self.process.pid
 

@@ -126,9 +126,6 @@ def on_forked_ranks(num_ranks, *arguments, timeout_s=300, env=()):
     return subprocess.CompletedProcess(words, int(server.stdout.readline()), *said)
 
 
-torchrun = on_forked_ranks  # test_images.py calls it so
-
-
 RECIPE = """
 from config import TrainConfig
 def rows(): return [{{"prompt": f"{{i}}+{{i}}="}} for i in range(40)]
@@ -171,7 +168,7 @@ def wait_until(condition, seconds=20):
         time.sleep(0.02)
 
 
-def printed_until(capsys, text, seconds=20):
+def printed_until(capsys, text):
     """What is printed until a text is among it."""
     printed = [""]
 
@@ -179,7 +176,7 @@ def printed_until(capsys, text, seconds=20):
         printed.append(capsys.readouterr().out)
         return text in "".join(printed)
 
-    wait_until(is_there, seconds)
+    wait_until(is_there)
     return "".join(printed)
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 
 
@@ -26,25 +25,13 @@ def fails():
     raise KeyError("gold")
 
 
-def leaves():
-    raise SystemExit(3)
-
-
 async def leaves_later():
     raise SystemExit(4)
-
-
-def dies():
-    os._exit(7)
 
 
 def hangs(path):
     path.write_text(str(os.getpid()))
     re.match(r"(a+)+$", "a" * 40 + "b")  # for ever, and without letting go of the GIL
-
-
-def unsendable():
-    return (i for i in range(3))
 
 
 def sandbox(path):
@@ -63,13 +50,3 @@ def prints_and_hangs():
     print("to stdout", end="")
     print("to stderr", end="", file=sys.stderr)
     time.sleep(60)
-
-
-class Client:
-    """One made by the trainer, which another process cannot have."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def ask(self):
-        return 1

@@ -20,14 +20,6 @@ def raises(**_):
     raise KeyError("gold")
 
 
-def short(**_):
-    return [1.0]
-
-
-def scalar(**_):
-    return 1.0
-
-
 def hangs(**_):
     time.sleep(60)
 
@@ -45,8 +37,3 @@ def changes(notes, prompts, **_):
         prompt.append("y")
         prompt[0]["content"] += "y"
     return values
-
-
-def as_answered(answer, **_):
-    """The values of a column."""
-    return answer

@@ -8,16 +8,18 @@ import shutil
 import threading
 from array import array
 from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
+import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from helpers import CHAT_TEMPLATE, make_tokenizer, table
-from some_rewards import hangs, only_first, raises, right, scalar, short
+from some_rewards import hangs, only_first, raises, right
 from test_config import make as make_config
 
 from config import UserError, to_json
@@ -57,13 +59,13 @@ def rows():
 
 @pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json", "csv", "parquet"])
 def test_files_by_their_endings(tmp_path, ending):
-    """In any case, zipped, with a byte order mark; a folder's name may have an ending, too."""
-    table = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+    """In any case, zipped, with a byte order mark; a folder's name may have an ending, too. Cells are as they stand."""
+    table = [{"prompt": "1+1=", "day": "2020-01-01"}, {"prompt": "007", "day": "NA"}]
     folder = tmp_path / f"folder.{ending}"
     folder.mkdir()
     Dataset.from_list(table).to_parquet(folder / "part-0.parquet")
     lines = "\r\n".join(map(json.dumps, table))
-    texts = {"json": json.dumps(table), "csv": "prompt,answer\r\n1+1=,2\r\n2+2=,4\r\n"}
+    texts = {"json": json.dumps(table), "csv": "prompt,day\r\n1+1=,2020-01-01\r\n007,NA\r\n"}
     content = texts.get(ending, lines).encode()
     if ending == "parquet":
         content = (folder / "part-0.parquet").read_bytes()
@@ -72,6 +74,8 @@ def test_files_by_their_endings(tmp_path, ending):
         zipped = gzip.compress(content)
         contents |= {f"b.{ending}.gz": zipped, f"B.{ending.upper()}.GZ": zipped}
         contents |= {f"mark.{ending}": b"\xef\xbb\xbf" + content}
+    if ending == "json":
+        contents["lines.json"] = lines.encode()
     for name, written in contents.items():
         (tmp_path / name).write_bytes(written)
     blob = shutil.copy(tmp_path / f"a.{ending}", tmp_path / "0123abcd")  # as the hub's cache has it
@@ -106,6 +110,7 @@ def test_a_token_without_an_embedding_names_its_row(models):
         )),
         ("a.jsonl", b'{"prompt": "\xe9"}', "a.jsonl: UnicodeDecodeError: 'utf-8'"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt"\n', "a.jsonl: line 2: JSONDecodeError"),
+        ("a.csv", b"prompt,day\nx,1\nx,1,3\n", "a.csv: a row has more cells than the header has names"),
         *((name, None, "FileNotFoundError: .*no.*") for name in ("no.csv", "no.parquet")),
         ("no.JSON.GZ", None, "FileNotFoundError: .*No such file"),
     ],
@@ -148,13 +153,6 @@ def test_chat_template_once_and_one_bos(add_bos):
     assert plain.token_ids == tokenizer.convert_tokens_to_ids(["<bos>"] * add_bos + list("1+1="))
 
 
-def test_a_text_as_it_is():
-    """It begins as the tokenizer has it; by the chat template: test_templates.py."""
-    tokenizer = make_tokenizer(add_bos=True, chat_template=CHAT_TEMPLATE)
-    (prompt,) = prompts_of(lambda: [{"prompt": "1+1="}], tokenizer, no_apply_chat_template=True)
-    assert tokenizer.decode(prompt.token_ids) == "<bos>1+1="
-
-
 def test_long_prompts_are_counted_and_left_out(capsys):
     told = "left out %d of 2 prompts, empty or over %d tokens, as row %d of dataset_id: raise max_t"
     assert len(prompts_of(rows, max_prompt_len=6)) == 2
@@ -166,10 +164,16 @@ def test_long_prompts_are_counted_and_left_out(capsys):
         prompts_of(rows, max_prompt_len=3)
 
 
+NO_PROMPT = "row 0: it has no `prompt`, a string or a list of messages: "
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"source": lambda: []}, "it has no rows"),
+        # Several splits; and as pandas' tables, a list of its columns' names.
+        ({"source": lambda: DatasetDict(train=Dataset.from_list(ROWS))}, f"{NO_PROMPT}'train'"),
+        ({"source": lambda: {"prompt": 1}}, f"{NO_PROMPT}'prompt'"),
         ({"extra_columns": ["label"]}, "row 0: KeyError: 'label'"),
         ({"collate_fn": lambda row: row["prompt"]}, "through collate_fn, .* all rows: TypeError"),
     ],
@@ -609,12 +613,9 @@ def test_best_of_several_verifiers_is_one_function():
 
 
 def score(groups, config):
-    scorer = Scorer(make_tokenizer(), config)
-    try:
+    with contextlib.closing(Scorer(make_tokenizer(), config)) as scorer:
         for group in groups:
             scorer.score(group)
-    finally:
-        scorer.close()
     return [group.reward for group in groups]
 
 
@@ -631,15 +632,27 @@ def test_weighted_rewards_and_none():
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
-    [(short, r"it returned \[1.0\]"), (scalar, "TypeError: 'float' object is not iterable")],
+    ("values", "message"),
+    [
+        ([1.0], r"it returned \[1.0\]"),
+        (1.0, "TypeError: 'float' object is not iterable"),
+        ([np.ones(2)] * 2, ""),
+        (["1.0"] * 2, ""),
+        # No loss takes these, nor would their weighted sum be one, in float32.
+        ([10**400] * 2, "OverflowError: int too large to convert to float"),
+        ([1.7e308] * 2, r"it returned \[1.7e\+308, 1.7e\+308\]"),
+    ],
 )
-def test_bad_rewards(function, message):
-    """Numbers that are none: test_kinds.py."""
+def test_bad_rewards(values, message):
     message = f"a list of 2, one per completion: numbers below 1e30, or None: {message}"
-    told = f"{function.__name__} on dataset row 7 must return {message}"
+    told = f"reward <lambda> on dataset row 7 must return {message}"
     with pytest.raises(UserError, match=told):
-        score(make_groups(), make_config(reward_funcs=[function]))
+        score(make_groups(), make_config(reward_funcs=[lambda **_: values]))
+
+
+def test_what_a_float_can_be_made_of_is_a_reward():
+    function = lambda **_: [np.bool_(True), Decimal("0.5")]
+    assert score(make_groups(), make_config(reward_funcs=[function])) == [[1.0, 0.5]] * 2
 
 
 @pytest.mark.parametrize("value", [None, -1.0])

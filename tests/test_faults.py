@@ -22,6 +22,7 @@ from helpers import (
     answer_in,
     change,
     checkpoints_of,
+    finished,
     flags,
     living,
     on_forked_ranks,
@@ -336,9 +337,7 @@ def test_out_of_memory_names_the_cure(stand_in, recipe):
 
 def test_an_error_without_a_message_is_said_by_its_name():
     code = "from utils import exits\nwith exits(ValueError):\n    raise ValueError"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = finished(sys.executable, "-c", code, cwd=ROOT)
     assert (done.returncode, done.stderr) == (1, "error: ValueError()\n")
 
 

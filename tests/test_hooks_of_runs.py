@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import re
 import shutil
 from contextlib import closing
@@ -15,7 +14,7 @@ from typing import Any
 import losses
 import pytest
 import torch
-from helpers import change, flags, make_model, make_tokenizer, read, request_times, server, table
+from helpers import change, flags, make_model, make_tokenizer, read, request_times, server
 from test_loss import make_config
 from test_prefix_models import plain_rows
 from test_resume import assert_identical, weights
@@ -25,7 +24,6 @@ from config import UserError, parse_args
 from prefix_attention import attach, pack
 from recipes.replay import file_of, replaying
 from recipes.teacher import ReferenceServer, Teacher
-from rollouts.evaluation import held_out_metrics
 from rollouts.group import Completion, Group, Prompt
 from rollouts.processor import load_processor
 from rollouts.proofs import prove
@@ -96,27 +94,6 @@ def test_info_of_turns_is_joined_and_hides_no_column():
 
 
 # -- Evaluation -------------------------------------------------------------------------------------------------------
-
-
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
-    """Against all subsets of k completions, counted out; completions without a reward are in none."""
-    nan = math.nan
-    rewards = [[1.0, 0.0, 0.0, 2.0], [0.0] * 4, [1.0] * 4, [0.5, 0.0, nan, 1.0], [nan] * 4]
-    groups = [
-        Group(Prompt(0, [5], "", {}), reward=row, rewards=table([reward] for reward in row))
-        for row in rewards
-    ]
-    named = {"eval_dataset_id": "d", "accuracy_func": "exists"}
-    config = make_config(eval_generations=4, eval_temperature=1.0, **named)
-    values = held_out_metrics(groups, config)
-    valid = [[reward for reward in row if not math.isnan(reward)] for row in rewards]
-    for k in (2, 4):
-        subsets = [[*itertools.combinations(row, k)] for row in valid]
-        shares = [fmean(max(subset) >= 1 for subset in each) for each in subsets if each]
-        assert values[f"pass@{k}"] == pytest.approx(fmean(shares))
-    assert (values["accuracy"], values["reward"]) == pytest.approx((7 / 15, 8.5 / 15))
-    assert "pass@1" not in values
-    assert not any(name.startswith("pass") for name in held_out_metrics(groups, make_config()))
 
 
 SETS = """
