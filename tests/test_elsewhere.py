@@ -21,12 +21,9 @@ HINTS = json.loads((ROOT / "docs" / "elsewhere.json").read_text())
 NAMES = [name for name in HINTS if "=" not in name]
 VALUES = [name.split("=") for name in HINTS if "=" in name]
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
-
-
-def section(title):
-    """The rows of a section's table, but for its head, as lists of cells."""
-    text = re.split(r"^##+ ", PAGE.partition(f"# {title}\n")[2], flags=re.MULTILINE)[0]
-    return [cells(line) for line in text.splitlines() if line.startswith("|")][2:]
+# The rows of the table of defaults, but for its head, as lists of cells.
+SECTION = re.split(r"^##+ ", PAGE.partition("# Defaults\n")[2], flags=re.MULTILINE)[0]
+DEFAULTS = [cells(line) for line in SECTION.splitlines() if line.startswith("|")][2:]
 
 
 def refused(function, *words, **fields):
@@ -116,7 +113,7 @@ OURS = {name: default_of(field) for name, field in FIELDS.items()}
 
 
 def test_defaults_that_differ_are_those_here():
-    for here, _, why in section("Defaults"):
+    for here, _, why in DEFAULTS:
         assert why
         assert defaults_in(here)
         for name, value in defaults_in(here).items():
@@ -141,7 +138,7 @@ def test_defaults_are_trls():
     for name, value, others in MEANS:
         assert OURS[name] == value, name
         differing |= others
-    for _, there, _ in section("Defaults"):
+    for _, there, _ in DEFAULTS:
         differing |= defaults_in(there)
     for name, value in differing.items():
         assert theirs[name] == value, name

@@ -574,9 +574,8 @@ def changed(policy):
                 local.mul_(1.02).add_(0.002)
 
 
-def sync_main(model, url, use_fsdp, use_peft):
-    fields = {"use_fsdp": use_fsdp == "True", "use_peft": use_peft == "True"}
-    with on_server(model, url, **fields) as (rollouts, policy, config, device):
+def sync_main(model, url, fields):
+    with on_server(model, url, **json.loads(fields)) as (rollouts, policy, config, device):
         for version in (1, 2):  # the second shows that the first left nothing behind
             changed(policy)
             rollouts.publish(policy, version)
@@ -587,7 +586,8 @@ def sync_main(model, url, use_fsdp, use_peft):
 @pytest.mark.parametrize("use_peft", [False, True], ids=["full", "lora"])
 def test_sync_of_shards(vlm, vlm_server, tmp_path, use_peft):
     """FSDP2 over two ranks, tower and all: the server has what the trainer computes with."""
-    on_ranks(2, tmp_path, "test_images.sync_main", vlm, vlm_server, True, use_peft)
+    fields = json.dumps({"use_fsdp": True, "use_peft": use_peft})
+    on_ranks(2, tmp_path, "test_images.sync_main", vlm, vlm_server, fields)
 
 
 def test_an_update_in_the_middle_of_completions(vlm, vlm_server):
@@ -626,7 +626,7 @@ def test_other_families_with_the_server(family, tmp_path, monkeypatch):
         monkeypatch.setattr(prefix_attention, "WHOLE_IMAGES", frozenset())
         monkeypatch.setattr(prefix_attention, "_kinds", lambda base, ids: torch.zeros_like(ids))
     with server(model, tmp_path / "log", "--limit-mm-per-prompt", '{"image": 2}') as started:
-        sync_main(model, started.wait(), "False", "True")
+        sync_main(model, started.wait(), json.dumps({"use_peft": True}))
 
 
 def test_placeholders_are_never_sampled(vlm, vlm_server):
