@@ -316,51 +316,6 @@ def test_the_fewest_in_flight_is_asked(stand_in, train_on):
     assert counts[1] > 2 * counts[0] > 2
 
 
-def hold(server, until):
-    """Let a server answer no rollouts before `until()` holds: on a fast machine a run would be over before it."""
-    server.fault = lambda path: path == "/sample" and wait_until(until)
-
-
-def test_a_server_leaves_and_comes_back(stand_in, train_on, tmp_path, capsys):
-    """It answers only errors for a while: its groups go to the other one, and the next sync after that has it back."""
-    one, two = stand_in(0.05), stand_in(0.05)
-
-    def ill(path):
-        if len(request_times(two)) > 4 and "2" not in one.versions:
-            raise ConnectionError("out of order")
-        if path == "/connect":
-            connects.append(path)
-
-    two.fault = ill
-    connects: list[str] = []  # to ask, and then for the trainer
-    hold(one, lambda: "2" not in one.versions or len(connects) == 4)
-    train_on(one, two, max_staleness=1, max_steps=10)
-    output = capsys.readouterr().out
-    assert output.count(f"{two.url} is left out for now") == 1
-    assert output.count(f"{two.url} is back") == 1
-    assert trained_groups(tmp_path) == list(range(60))
-    assert len(read(tmp_path, "completions")) == 60 * 4
-    served_s, back_s = request_times(two), max(request_times(two, "/connect"))
-    assert min(served_s) < back_s < max(served_s)
-    for name, weight in one.versions["10"].items():
-        assert torch.equal(weight, two.versions["10"][name])
-
-
-def test_a_server_that_hangs_in_a_sync_keeps_no_other_waiting(stand_in, train_on):
-    """Longer than an update may take: the healthy one gets the whole of it again."""
-    one, two = stand_in(), stand_in()
-
-    def ill(path):
-        if path in ("/update", "/connect") and "1" in two.versions:
-            time.sleep(8 if path == "/update" else 0)
-            raise ConnectionError("out of order")  # to the end: it does not come back
-
-    two.fault = ill
-    train_on(one, two, max_steps=3, sync_timeout=4)
-    assert "3" in one.versions
-    assert "3" not in two.versions
-
-
 @pytest.mark.parametrize(
     ("place", "error", "reason"),
     [
@@ -404,7 +359,9 @@ def test_a_restarted_server_gets_the_weights_again(
 
     two.fault = restart
     restarts: list[int] = []
-    hold(one, lambda: not restarts or len(request_times(two, "/update")) >= restarts[0] + 2)
+    is_back = lambda: not restarts or len(request_times(two, "/update")) >= restarts[0] + 2
+    # On a fast machine the run would be over before it is.
+    one.fault = lambda path: path == "/sample" and wait_until(is_back)
     train_on(one, two, max_steps=12)
     assert len(restarts) == 2  # the second one when it was given the weights again
     assert "was it restarted?" in capsys.readouterr().out
