@@ -5,16 +5,14 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import (
-    ROOT,
     answer_in,
     flags,
     make_tokenizer,
-    on_forked_ranks,
     read,
     request_times,
     said,
@@ -22,6 +20,7 @@ from helpers import (
     wait_until,
 )
 from safetensors.torch import load_file
+from test_resume import run
 from transformers import AutoModelForCausalLM
 
 from config import TrainConfig, UserError, parse_args
@@ -370,23 +369,18 @@ def test_a_restarted_server_gets_the_weights_again(
     assert "12" in two.versions
 
 
-KEEPING = """
-from dataclasses import replace
-kept = []
-def keeping(server, prompt, sampling):
-    kept.append(server.generate(prompt.token_ids, sampling))
-    return kept[0]
-config = replace(config, rollout_fn=keeping)
-"""
-
-
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_completions_that_a_rollout_fn_kept(stand_in, recipe, staleness):
     """They are of an older policy than the group: none trains, and the run says why it ends."""
-    path = Path(recipe(stand_in(0.0)))
-    path.write_text(path.read_text() + KEEPING)
+    kept = []
+
+    def keeping(server, prompt, sampling):
+        kept.append(server.generate(prompt.token_ids, sampling))
+        return kept[0]
+
+    config = parse_args([recipe(stand_in(0.0)), *flags(max_staleness=staleness)])
     with pytest.raises(UserError, match=r"tokens of policy 0, and was asked for under [12]"):
-        main(parse_args([str(path), *flags(max_staleness=staleness)]))
+        main(replace(config, rollout_fn=keeping))
 
 
 def test_a_group_that_no_server_can_take_is_dropped(stand_in, train_on, tmp_path, capsys):
@@ -412,8 +406,7 @@ def test_two_ranks_stream(stand_in, recipe, tmp_path):
     norms = []
     for ranks, max_tokens in ((1, 16384), (2, 60)):
         options = flags(max_steps=1, grad_norm=0, max_tokens_per_gpu=max_tokens)
-        done = on_forked_ranks(ranks, ROOT / "train.py", recipe(stand_in(0.02)), *options)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run(ranks, [recipe(stand_in(0.02)), *options], apart=True)
         (row,) = read(tmp_path, "metrics")
         norms.append(row["grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
