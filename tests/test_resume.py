@@ -554,15 +554,6 @@ def test_a_run_goes_on_with_what_was_advised(trained, resumed, tmp_path):
 # -- groups --------------------------------------------------------------------------------------------
 
 
-ORDER = """
-from dataclasses import replace
-def by_rewards(prompts, history, count, rng):
-    last = {index: groups[-1][0] for index, groups in history.items()}
-    return rng.choices(prompts, [abs(last.get(prompt.index, 1.0)) for prompt in prompts], k=count)
-config = replace(config, order_fn=by_rewards)
-"""
-
-
 def run_and_go_on(command, folder):
     """The rows of trained groups by their ids, and dropped groups: of six steps, and with the last three again."""
     found = []
@@ -579,9 +570,7 @@ def run_and_go_on(command, folder):
 
 def test_asynchronous_groups_end_once(start, tmp_path):
     """Groups under way or waiting when a run stopped are sampled again, under their ids, in the same order."""
-    command = start(max_staleness=1)
-    path = Path(command[0])
-    path.write_text(path.read_text() + ORDER)
+    command = start(max_staleness=1, order_fn=ORDER_FN)
     (whole, _), (again, _) = run_and_go_on(command, tmp_path)
     # What is sampled again has other rewards; prompts that are chosen by these, two steps later, may be others.
     assert [again[number] for number in range(5 * 6)] == [whole[number] for number in range(5 * 6)]
