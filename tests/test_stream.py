@@ -20,17 +20,15 @@ from helpers import (
     wait_until,
 )
 from safetensors.torch import load_file
-from test_resume import run
-from transformers import AutoModelForCausalLM
+from test_resume import assert_identical, run
 
 from config import TrainConfig, UserError, parse_args
-from prefix_attention import attach, completion_logprobs, pack
 from recipes import plain_loop
 from rollouts import servers, stream
 from rollouts.group import Completion, Group, Prompt, RolloutFailed
 from rollouts.servers import ServerPool
 from rollouts.stream import GroupStream
-from train import compute_advantages, grpo_loss, main
+from train import main
 from vllm_client import ServerError
 
 BATCH, STEPS = 4, 8
@@ -216,32 +214,6 @@ def test_a_minute_without_a_batch_is_told(capsys):
 # -- the whole trainer against servers whose latencies are under control -----------------------------
 
 
-def synchronous_loop(model_id):
-    """Three steps written out: one row a batch, one group after the other."""
-    model = attach(AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32))
-    tokenizer = make_tokenizer()
-    config = make_config(batch_size=6, num_generations=4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(42)).tolist()
-    for step in range(3):
-        prompts = [tokenizer(f"{i}+{i}=")["input_ids"] for i in order[6 * step : 6 * step + 6]]
-        groups = [(prompt, [said(prompt, number) for number in range(4)]) for prompt in prompts]
-        rewards = [[sum(ids) / len(ids) / 50 for ids in completions] for _, completions in groups]
-        advantages = compute_advantages(torch.tensor(rewards, dtype=torch.float64))
-        (row,) = pack(groups)
-        logprobs = completion_logprobs(model, row)
-        per_token = advantages.float().flatten()[row.completion]
-        old, mask = logprobs.detach(), torch.ones_like(per_token)
-        loss, _ = grpo_loss(logprobs, old, None, per_token, mask, row.completion, config)
-        loss.backward()
-        for p in model.parameters():
-            p.grad /= len(per_token)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -252,19 +224,15 @@ def synchronous_loop(model_id):
     ],
     ids=str,
 )
-def test_staleness_zero_is_the_synchronous_loop(models, stand_in, recipe, tmp_path, fields):
-    """Bit for bit, whatever the latencies: recipes/plain_loop.py, which README shows, and the one above."""
+def test_staleness_zero_is_the_synchronous_loop(stand_in, recipe, tmp_path, fields):
+    """Bit for bit, whatever the latencies: recipes/plain_loop.py, which README shows."""
     weights = []
     for latency_s, loop in ((0.1, main), (0.0, plain_loop.main)):
         folder = tmp_path / loop.__module__
         loop(parse_args([recipe(stand_in(latency_s)), *flags(output_dir=folder, **fields)]))
         (file,) = folder.rglob("*model.safetensors")
         weights.append(load_file(file))
-    if fields == {"off_policy_correction": "none"}:
-        weights.append(synchronous_loop(models["untied"]))
-    for others in weights[1:]:
-        for name, weight in weights[0].items():
-            assert torch.equal(weight, others[name]), name
+    assert_identical(*weights)
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
