@@ -80,9 +80,9 @@ class Trainer:
         for server in self.pool.update_weights(weights, self.version, only_waiting):
             self.pool.admit(server)
 
-    def settle(self, num, seconds=30.0):
+    def settle(self, num):
         """As the loop does: send those that came back the policy, until so many serve."""
-        ends_s = time.monotonic() + seconds
+        ends_s = time.monotonic() + 30.0
         while len(self.pool.serving) < num:
             states = [(server.url, server.state, server.why_out) for server in self.pool.servers]
             assert time.monotonic() < ends_s, states
