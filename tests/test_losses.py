@@ -14,10 +14,10 @@ import pytest
 import torch
 from apart import Apart, digest_of
 from helpers import ENV, ROOT, read_until
+from test_config import make as make_config
 from transformers import AutoModelForCausalLM
 
 import vllm_client
-from config import TrainConfig
 from rollouts import servers as servers_module
 from rollouts.servers import ServerPool
 from vllm_client import State
@@ -56,10 +56,8 @@ class Trainer:
     """A policy, and the pool of its servers."""
 
     def __init__(self, model, urls):
-        config = TrainConfig(
-            model_id=model, dataset_id="d", reward_funcs=[print], vllm_urls=urls,
-            sync_timeout=SYNC_TIMEOUT_S, server_timeout=60.0,
-        )  # fmt: skip
+        timeouts = {"sync_timeout": SYNC_TIMEOUT_S, "server_timeout": 60.0}
+        config = make_config(model_id=model, vllm_urls=urls, **timeouts)
         self.policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.pool = ServerPool(config)
         self.pool.wait_until_ready()
@@ -82,9 +80,9 @@ class Trainer:
         for server in self.pool.update_weights(weights, self.version, only_waiting):
             self.pool.admit(server)
 
-    def settle(self, num, seconds=30.0):
+    def settle(self, num):
         """As the loop does: send those that came back the policy, until so many serve."""
-        ends_s = time.monotonic() + seconds
+        ends_s = time.monotonic() + 30.0
         while len(self.pool.serving) < num:
             states = [(server.url, server.state, server.why_out) for server in self.pool.servers]
             assert time.monotonic() < ends_s, states

@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-import sys
 from dataclasses import replace
 
 import pytest
@@ -26,7 +25,7 @@ from prefix_attention import completion_logprobs, pack
 from rollouts.processor import load_processor
 from rollouts.servers import ServerPool
 from server.messages import About
-from train import main, optimizer_step
+from train import optimizer_step
 from training.loading import load_model
 from training.model import build_policy, build_reference
 from training.optimizer import build_optimizer
@@ -213,19 +212,6 @@ def test_shards_that_cut_a_block_are_refused(start, models, tmp_path):  # noqa: 
     assert done.returncode == 1
     (said,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert "cannot be loaded, perhaps by this number of ranks: ValueError: Invalid start or" in said
-
-
-@pytest.mark.parametrize(
-    ("package", "fields"),
-    [("torchao", {"adam_8bit": True}), ("bitsandbytes", {"use_peft": True, "base_4bit": True})],
-)
-def test_a_missing_package_is_named_at_once(monkeypatch, models, tmp_path, package, fields):
-    """Before servers are waited for, ten minutes long, and weights are loaded."""
-    monkeypatch.setitem(sys.modules, package, None)
-    waits = {"server_timeout": 600.0, "output_dir": str(tmp_path)}
-    config = make_config(models["tied"], "http://127.0.0.1:9", **waits, **fields)
-    with pytest.raises(UserError, match=f"{[*fields][-1]} needs {package}: pip install {package}"):
-        main(config)
 
 
 # -- A base in 4 bits ------------------------------------------------------------------------------

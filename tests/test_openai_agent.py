@@ -14,6 +14,7 @@ import torch
 from documents import DOCUMENTS, blocks
 from some_rewards import only_first
 from test_config import make as make_config
+from test_templates import user
 from test_turns import TOOLS, ids_of, tokenizer_of
 
 openai = pytest.importorskip("openai", reason="comes with vLLM")
@@ -68,10 +69,6 @@ def run(server, agent, sampling=SAMPLING, max_len=5000, prompt=None, rollout_fn=
     rollout_fn = rollout_fn or trained(agent, max_len=max_len)
     (segments,) = rollout_fn(server, prompt or Prompt(0, [5], "2+3", {}), sampling)
     return segments if isinstance(segments, list) else [segments]
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 class Talk:

@@ -27,8 +27,8 @@ def turns(g, c):
     return [[*first], [*second], [start + 11]], [[3, 4], [3]]
 
 
-def completion(ids, reason="stop", version=0, **fields):
-    return Completion(ids, [-3.0] * len(ids), reason, version, **fields)
+def completion(ids, reason="stop", **fields):
+    return Completion(ids, [-3.0] * len(ids), reason, 0, **fields)
 
 
 def filled(prompt, rollouts, **fields):

@@ -56,26 +56,18 @@ def expected(version, *tokens):
     return version, [*tokens], pytest.approx(-0.1 * np.array(tokens))
 
 
-def test_tokens_wait_for_the_end():
-    """They come with the last; no step before is a message."""
-    engine = Engine().add("a")
-    for token in (1, 2, 3, 4):
-        engine.step(("a", [token], None))
-    assert not engine.sent
-    engine.step(("a", [5], FinishReason.STOP))
-    assert engine.received("a") == [expected("0", 1, 2, 3, 4, 5)]
-    assert not engine.kept[1]
-
-
-def test_an_update_sends_what_the_old_weights_sampled():
+def test_tokens_wait_for_the_end_or_an_update():
+    """They come with the last; an update sends what the old weights sampled, and no step before is a message."""
     engine = Engine().add("a").add("b")
     for token in (1, 2, 3):
         engine.step(("a", [token], None), ("b", [token + 10], None))
+    assert not engine.sent
     engine._weight_version = "2"
     engine.step(("a", [4, 5], None), ("b", [14], None))  # a step may have two tokens
     engine.step(("a", [6], FinishReason.STOP), ("b", [], FinishReason.LENGTH))  # or none
     assert engine.received("a") == [expected("0", 1, 2, 3), expected("2", 4, 5, 6)]
     assert engine.received("b") == [expected("0", 11, 12, 13), expected("2", 14)]
+    assert not engine.kept[1]
 
 
 def test_what_was_aborted_is_forgotten_at_the_next_update():

@@ -79,12 +79,16 @@ def test_trackio(tmp_path):
     assert_logged(rows, rows[2]["completions/table"]["_value"])
 
 
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_a_missing_package_is_named_at_once(monkeypatch, package):
+NEEDED = {"use_wandb": "wandb", "use_trackio": "trackio"}
+NEEDED |= {"adam_8bit": "torchao", "base_4bit": "bitsandbytes"}
+
+
+@pytest.mark.parametrize(("field", "package"), NEEDED.items())
+def test_a_missing_package_is_named_at_once(monkeypatch, field, package):
     """Before servers are waited for, ten minutes long, and weights are loaded."""
     monkeypatch.setitem(sys.modules, package, None)
-    config = make(server_timeout=600.0, **{f"use_{package}": True})
-    with pytest.raises(UserError, match=f"use_{package} needs {package}: pip install {package}"):
+    config = make(server_timeout=600.0, use_peft=field == "base_4bit", **{field: True})
+    with pytest.raises(UserError, match=f"^{field} needs {package}: pip install {package}"):
         main(config)
     check_packages(make())
 

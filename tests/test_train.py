@@ -7,16 +7,7 @@ import sys
 import pytest
 import torch
 from build_tiny import build
-from helpers import (
-    ENV,
-    ROOT,
-    checkpoints_of,
-    flags,
-    on_forked_ranks,
-    read,
-    server,
-    write_recipe,
-)
+from helpers import ENV, ROOT, checkpoints_of, flags, on_forked_ranks, read, server, write_recipe
 from test_prefix_models import plain_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -158,23 +158,6 @@ def close(members):
         member.close()
 
 
-def invited(monkeypatch, own, ranks_gpus, servers):
-    """The terms for each server, whose workers have these GPUs."""
-    monkeypatch.setattr(servers_module, "gpu_of", lambda device: own)
-    its_group = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(servers_module, "WeightGroup", lambda *_: its_group)
-    monkeypatch.setattr(Server, "connect", lambda server: None)
-    urls = [f"http://127.0.0.1:{number}" for number in range(len(servers))]
-    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[print], vllm_urls=urls)
-    with closing(ServerPool(config)) as pool:
-        pool.connect(CPU, ranks_gpus)
-        for server, gpus in zip(pool.servers, servers, strict=True):
-            server.about = SimpleNamespace(gpus=gpus, dtype="float32")
-            server.address = "127.0.0.1"
-        pool._meet(pool.servers)
-        return [pool._meetings[server] for server in pool.servers]
-
-
 @pytest.mark.parametrize(
     ("own", "ranks_gpus", "servers", "backend"),
     [
@@ -192,7 +175,20 @@ def invited(monkeypatch, own, ranks_gpus, servers):
     ],
 )
 def test_a_shared_gpu_never_gets_nccl(monkeypatch, own, ranks_gpus, servers, backend):
-    meetings = invited(monkeypatch, own, ranks_gpus, servers)
+    """By the terms for each server, whose workers have these GPUs."""
+    monkeypatch.setattr(servers_module, "gpu_of", lambda device: own)
+    its_group = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(servers_module, "WeightGroup", lambda *_: its_group)
+    monkeypatch.setattr(Server, "connect", lambda server: None)
+    urls = [f"http://127.0.0.1:{number}" for number in range(len(servers))]
+    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[print], vllm_urls=urls)
+    with closing(ServerPool(config)) as pool:
+        pool.connect(CPU, ranks_gpus)
+        for server, gpus in zip(pool.servers, servers, strict=True):
+            server.about = SimpleNamespace(gpus=gpus, dtype="float32")
+            server.address = "127.0.0.1"
+        pool._meet(pool.servers)
+        meetings = [pool._meetings[server] for server in pool.servers]
     assert {meeting.backend for meeting in meetings} == {backend}
     assert {meeting.world_size for meeting in meetings} == {1 + sum(map(len, servers))}
     first_ranks = [1 + sum(map(len, servers[:place])) for place in range(len(servers))]
@@ -322,7 +318,7 @@ def test_all_members_get_the_same_bits(num):
     close(members)
 
 
-def test_each_byte_leaves_the_trainer_once(monkeypatch):
+def test_each_byte_leaves_the_trainer_once():
     """By what it gives to gloo: the tensors, and less than a kilobyte about each bucket."""
     members = join(4)
     own, sent = members[0]._group, []
