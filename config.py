@@ -56,8 +56,8 @@ def _checked(values: dict[str, Any], **how: Any) -> Any:
         UserError: it names all unknown fields, or else the first value that is wrong.
     """
     unknown = []
-    for name in sorted(values.keys() - _DEFAULTS.keys()):
-        (nearest,) = difflib.get_close_matches(name, _DEFAULTS, n=1, cutoff=0)
+    for name in sorted(values.keys() - DEFAULTS.keys()):
+        (nearest,) = difflib.get_close_matches(name, DEFAULTS, n=1, cutoff=0)
         hint = _HINTS.get(
             name.rpartition(".")[2],  # verl's names have dots
             f"did you mean {nearest}? --help lists them all",
@@ -554,7 +554,7 @@ class TrainConfig(metaclass=_OneLineErrors):
 
 
 _VALIDATOR = TrainConfig.__pydantic_validator__  # type: ignore[attr-defined]
-_DEFAULTS = {
+DEFAULTS = {
     name: field.get_default(call_default_factory=True)
     for name, field in TrainConfig.__pydantic_fields__.items()  # type: ignore[attr-defined]
 }
@@ -562,7 +562,7 @@ _DEFAULTS = {
 
 def changed_fields(config: TrainConfig) -> set[str]:
     """The fields whose values differ from the defaults, or without a default."""
-    return {name for name, default in _DEFAULTS.items() if getattr(config, name) != default}
+    return {name for name, default in DEFAULTS.items() if getattr(config, name) != default}
 
 
 def bending(config: TrainConfig) -> list[str]:

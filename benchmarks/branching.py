@@ -30,6 +30,7 @@ import torch
 from benchmarks.common import (
     CPU_CLOCK,
     MODELS,
+    Rows,
     arguments,
     beside,
     durations,
@@ -37,7 +38,6 @@ from benchmarks.common import (
     median,
     memory_mb,
     ran,
-    report,
 )  # fmt: skip
 from benchmarks.prefix_attention import make_model
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
@@ -177,10 +177,9 @@ def main() -> None:
         commands = {job: [*script, "--measure", job, "tree"] for job in JOBS}
         beside(args.against, commands, 1 if args.quick else 3, args.json)
         return
-    table: list[dict[str, Any]] = []
+    rows = Rows(args.json)
     for job in JOBS:
-        table.append(compare(job, args.quick))
-        report(table, args.json)
+        rows.add(compare(job, args.quick))
 
 
 if __name__ == "__main__":

@@ -37,11 +37,6 @@ from rollouts.servers import server_urls
 from training.checkpoints import find_start
 
 
-def size(folder: Path) -> int:
-    """Bytes of the files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def restarting(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a shell that starts the command again when it dies."""
     return popen(["bash", "-c", 'until "$@"; do sleep 1; done', "restarting", *command], log, env)
@@ -191,6 +186,8 @@ def row_of(
     trained = Counter(group for _, group in steps)
     ended = trained + Counter(row["group"] for row in lines(output / "dropped.jsonl"))
     num_saved = output.with_suffix(".log").read_text().count("saved ")
+    in_checkpoint = (output / f"checkpoint-{num_steps}").rglob("*")
+    checkpoint_bytes = sum(path.stat().st_size for path in in_checkpoint if path.is_file())
     return {
         "run": kind,
         "servers_killed": took.get("server", 0),
@@ -200,7 +197,7 @@ def row_of(
         "groups_twice": sum(count > 1 for count in ended.values()),
         "seconds": took["seconds"],
         "accuracy": lines(output / "metrics.jsonl")[-1]["eval/accuracy"],
-        "checkpoint_mb": size(output / f"checkpoint-{num_steps}") * num_saved / 1e6,
+        "checkpoint_mb": checkpoint_bytes * num_saved / 1e6,
     }
 
 

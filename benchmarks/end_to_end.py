@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmarks.common import arguments, lines, median, ran, random_model, report
+from benchmarks.common import Rows, arguments, lines, median, ran, random_model
 
 JOBS: dict[str, dict[str, Any]] = {
     "10 M": {
@@ -180,10 +180,9 @@ def main() -> None:
         print(json.dumps(measure(name, method, model, url, int(steps))))
         return
     with tempfile.TemporaryDirectory() as folder:
-        rows: list[dict[str, Any]] = []
+        rows = Rows(args.json)
         for name, steps in [("tiny", 3)] if args.quick else [("10 M", 6), ("tiny", 30)]:
-            rows.append(compare(name, steps, Path(folder)))
-            report(rows, args.json)
+            rows.add(compare(name, steps, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -41,14 +41,7 @@ from benchmarks.common import (
     reset_peak,
 )
 from benchmarks.prefix_attention import grouper_attention
-from prefix_attention import (
-    _Asked,
-    _attention,
-    _in_chunks,
-    _paths,
-    _WideProducts,
-    pack,
-)
+from prefix_attention import _Asked, _attention, _in_chunks, _paths, _WideProducts, pack
 
 # groups, tokens of a prompt, tokens of a completion that are forwarded, completions of a group
 SHAPES = {
@@ -141,11 +134,6 @@ class Attention:
         picked = self.qkv if places is None else [t[places.flatten()] for t in self.qkv]
         return tuple(t.clone().requires_grad_() for t in picked)
 
-    def cumulative(self) -> Tensor:
-        """Where the repeated rows begin and end, int32, for the kernels of rows of any length."""
-        ends = range(0, self.rows.numel() + 1, self.length)
-        return torch.tensor(ends, dtype=torch.int32, device=self.device)
-
     def from_row(self, out: Tensor) -> Tensor:
         """The completions' outputs in the order of `rows`, of a variant that ran on the shared row."""
         return out[self.rows[:, self.prompt :].flatten()]
@@ -162,12 +150,6 @@ class Variant(NamedTuple):
     forward: Callable[[], Tensor]
     completions: Callable[[Tensor], Tensor]
     is_shared: bool = False
-
-
-def on_gpu(case: Any) -> None:
-    """Refuse a CPU."""
-    if case.device.type != "cuda":
-        raise Skipped("needs a GPU")
 
 
 def imported(module: str, name: str) -> Any:
@@ -205,8 +187,12 @@ def cascade(case: Attention) -> Variant:
 
 def flash(case: Attention) -> Variant:
     """One call of the kernel (FA2) whose calls the cascade consists of."""
-    on_gpu(case)
-    inputs, ends = case.taken(case.rows), case.cumulative()
+    if case.device.type != "cuda":
+        raise Skipped("needs a GPU")
+    inputs = case.taken(case.rows)
+    # Where the repeated rows begin and end.
+    places = range(0, case.rows.numel() + 1, case.length)
+    ends = torch.tensor(places, dtype=torch.int32, device=case.device)
     limits = (ends, ends, case.length, case.length, 0.0, True, False)
     kernel = torch.ops.aten._flash_attention_forward
     return Variant(inputs, lambda: kernel(*inputs, *limits, scale=case.scale)[0], case.from_rows)

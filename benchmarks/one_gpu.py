@@ -200,14 +200,6 @@ def trl_beside(folder: Path, size: str) -> Iterator[Callable[[], dict[str, Any]]
             process.wait()
 
 
-def measure(rows: Rows, folder: Path, size: str, url: str) -> None:
-    """The rows of a model."""
-    for staleness in (0, 1):
-        names: dict[str, Any] = {"model": size, "max_staleness": staleness}
-        steps = 4 if size == "quick" else 5 + 2 * staleness
-        rows.measure(names, partial(run, folder, size, url, staleness, steps))
-
-
 def one_round(
     rows: Rows, folder: Path, sizes: list[str], options: list[str], with_trl: bool
 ) -> None:
@@ -227,7 +219,10 @@ def one_round(
         rows.add({"models": " ".join(servers), "waited_for_servers_s": waited_s})
 
         for size, server in servers.items():
-            measure(rows, folder / size, size, server.wait())
+            for staleness in (0, 1):
+                steps = 4 if size == "quick" else 5 + 2 * staleness
+                one = partial(run, folder / size, size, server.wait(), staleness, steps)
+                rows.measure({"model": size, "max_staleness": staleness}, one)
             if trl and size == sizes[0]:
                 rows.measure({"model": size, "trainer": "TRL"}, trl)
 

@@ -50,7 +50,6 @@ from benchmarks.common import (
     memory_mb,
     ran,
     random_model,
-    report,
     reset_peak,
 )  # fmt: skip
 from prefix_attention import NAME, PackedBatch, _attention, attach, completion_logprobs, pack
@@ -291,18 +290,14 @@ def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
     for method, runs in found.items():
         figures = [{name: run[name] for name in ("seconds", "memory_mb")} for run in runs]
         results[method] = runs[-1] | medians(figures)
-    return compared(size, shape, METHODS, results)
+    return compared(size, shape, results)
 
 
-def compared(
-    size: str, shape: str, methods: Sequence[str], results: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
+def compared(size: str, shape: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The row of a table, from each method's seconds, memory and log-probs."""
     groups = make_groups(shape, MODELS[size]["vocab_size"])
-    row: dict[str, Any] = {
-        f"{method}_s": results[method]["seconds"] for method in methods if method in results
-    }
-    row |= {f"{method}_mb": results[method]["memory_mb"] for method in methods if method in results}
+    row: dict[str, Any] = {f"{method}_s": found["seconds"] for method, found in results.items()}
+    row |= {f"{method}_mb": found["memory_mb"] for method, found in results.items()}
     row["bound"] = flops_of(groups, size, share=False) / flops_of(groups, size, share=True)
     if {"packed", "ours"} <= results.keys():
         row["speedup"] = results["packed"]["seconds"] / results["ours"]["seconds"]
@@ -333,7 +328,7 @@ def compare_in_one_process(
             if method in ("packed", "ours"):
                 raise
             failed[f"{method}_error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return compared(size, shape, tuple(results), results) | failed
+    return compared(size, shape, results) | failed
 
 
 def measure_size(size: str, shapes: Sequence[str], rows: Rows, more: dict[str, str]) -> None:
@@ -389,8 +384,9 @@ def main() -> None:
             commands[shape] = [*script, "--measure", *words]
         beside(args.against, commands, 1 if args.quick else 3, args.json)
         return
+    rows = Rows(args.json)
     if device_here().type == "cuda" or args.one_process:
-        rows, more = Rows(args.json), {"layers": "compiled"} if args.compile else {}
+        more = {"layers": "compiled"} if args.compile else {}
         if args.flash4:
             use_flash_attention_4()
             more["kernels"] = "FlashAttention 4"
@@ -398,10 +394,8 @@ def main() -> None:
             usual = ["128,32,4", "32,16,4,10"] if args.quick else shapes_for_gpu(size)
             measure_size(size, args.shapes or usual, rows, more)
         return
-    table: list[dict[str, Any]] = []
     for size, shape, max_tokens in cases:
-        table.append({"model": size, "shape": shape} | compare(size, shape, max_tokens))
-        report(table, args.json)
+        rows.add({"model": size, "shape": shape} | compare(size, shape, max_tokens))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """train.py's modes on one and several ranks, the group of weights, and members that are lost; on one machine.
 
-    NCCL_LIBRARY=.../libnccl.so.2 python benchmarks/ranks.py [--json PATH] [--quick] [--parts single,transfer,modes,lost]
+    NCCL_LIBRARY=.../libnccl.so.2 python benchmarks/ranks.py [--json PATH] [--quick] [--parts single transfer modes lost]
 
 Without enough GPUs for the ranks they share one over nccl, of which 2.30 or later is needed (`pip download
 nvidia-nccl-cu13==2.30.7`, unpacked); without any they run over gloo. Parts:
@@ -454,12 +454,8 @@ def lost_rank(folder: Path, model: str, rank: str, number: int) -> dict[str, Any
 def main() -> None:
     """Command line."""
     parser = arguments(__doc__, "few cases, small, for a CPU")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
-    parts = args.parts.split(",")
-    if not set(parts) <= set(PARTS):
-        parser.error(f"--parts {args.parts}: there are {', '.join(PARTS)}")
-
     with suppress(Skipped):
         if shares_one_gpu(4):  # before the first of the processes that inherit this
             os.environ.update(sharing_one_gpu())
@@ -478,11 +474,11 @@ def main() -> None:
                 waiting.append((names, pool.submit(job)))
 
         names: dict[str, Any]
-        if "transfer" in parts:
+        if "transfer" in args.parts:
             for case, job in transfers(args.quick).items():
                 names = {"part": "transfer", "case": case}
                 measure(names, job, is_alone=case.startswith("speed"))
-        if "lost" in parts and not args.quick:
+        if "lost" in args.parts and not args.quick:
             for verb, number in SIGNALS.items():
                 for rank in ("0", "1"):
                     names = {"part": "lost", "case": f"rank {rank} of FSDP2 {verb}"}
@@ -492,7 +488,7 @@ def main() -> None:
         references: dict[frozenset[tuple[str, Any]], Future[list[Any]]] = {}
         for num_ranks, modes in MODES.items():
             is_single = num_ranks == 1
-            if ("single" if is_single else "modes") not in parts:
+            if ("single" if is_single else "modes") not in args.parts:
                 continue
             for mode, fields in list(modes.items())[: 1 if args.quick else None]:
                 kept = of_reference(fields)

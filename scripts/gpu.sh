@@ -83,7 +83,7 @@ for part in "${parts[@]}"; do
         steps) run steps steps.py "${quick[@]}" ;;
         trees) run trees trees.py "${quick[@]}" ;;
         train) run train ranks.py --parts single "${quick[@]}" ;;
-        ranks) run ranks ranks.py --parts transfer,modes,lost "${quick[@]}" ;;
+        ranks) run ranks ranks.py --parts transfer modes lost "${quick[@]}" ;;
         server) run server real_server.py ;;
         run) run run one_gpu.py "${quick[@]}" ;;
     esac

@@ -182,11 +182,6 @@ def tricks_of(statement: ast.stmt, nodes: list[ast.AST]) -> set[str]:
     return found
 
 
-def figures_of(paths: Iterable[Path]) -> dict[str, float]:
-    """The figures of files, all of them taken together."""
-    return Counts(paths).figures()
-
-
 def broken_limits(figures: dict[str, float]) -> list[str]:
     """The names of figures that are above or below their limit."""
     over = [name for name, limit in LIMITS.items() if figures[name] > limit]

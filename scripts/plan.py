@@ -327,7 +327,10 @@ class Plan:
         fields = {**self.changes, "max_tokens_per_gpu": self.num_tokens}
         if self.placement is Placement.ASLEEP:
             fields["max_staleness"] = 0
-        words = _without(recipe, [*fields])
+        given_anew = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        for name in fields:
+            given_anew.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+        _, words = given_anew.parse_known_args(recipe)  # without these fields
         for name, value in fields.items():
             words += [f"--{name}", str(value).lower()]
         if self.placement is Placement.ELSEWHERE:
@@ -337,14 +340,6 @@ class Plan:
         share = math.ceil(100 * sum(self.server_parts.values()) / self.card_gb) / 100
         options = f"--gpu-memory-utilization {share} --max-num-seqs {self.num_sequences}"
         return shlex.join(["python", "scripts/launch.py", *words, f"--server_options={options}"])
-
-
-def _without(words: list[str], names: list[str]) -> list[str]:
-    """Arguments without those that give some fields, as `--name value` or `--name=value`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in names:
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
-    return parser.parse_known_args(words)[1]
 
 
 # What makes a recipe fit, what changes least first. Only LoRA's base may be in bf16: weights that
@@ -360,6 +355,7 @@ CHANGES: list[dict[str, Any]] = [
 ]
 # Other training, from another base, or out of the host's memory.
 LAST_RESORTS = {"use_peft", "base_4bit", "fsdp_offload"}
+HAS_BF16: Any = {"is_available": lambda: True, "is_bf16_supported": lambda **_: True}  # of a GPU
 
 
 class Variants:
@@ -384,7 +380,8 @@ class Variants:
             if is_known or (config.use_peft and "adam_8bit" in own):  # an adapter's are small
                 continue
             try:
-                changed = on_a_gpu(replace(config, **own))
+                with patch.multiple(torch.cuda, **HAS_BF16):  # where `bf16` is None, this decides
+                    changed = with_bf16(replace(config, **own))
             except UserError:  # the recipe's other settings forbid it
                 continue
             self._variants.append((own, OnPaper(changed, model_config, peaks)))
@@ -422,13 +419,6 @@ def _numbers_of_sequences(config: TrainConfig, placement: Placement) -> list[int
         return [0]
     num_completions = config.batch_size * config.num_generations
     return [min(num_completions, number) for number in SEQUENCES]
-
-
-def on_a_gpu(config: TrainConfig) -> TrainConfig:
-    """A `bf16` of None, decided as on a GPU that has it."""
-    has_it: Any = {"is_available": lambda: True, "is_bf16_supported": lambda **_: True}
-    with patch.multiple(torch.cuda, **has_it):
-        return with_bf16(config)
 
 
 def print_plan(config: TrainConfig, card: str, recipe: list[str]) -> None:

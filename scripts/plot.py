@@ -1,7 +1,6 @@
 """Plot the metrics of one or several runs.
 
     python scripts/plot.py RUN [RUN ...]                               # reward, lengths, entropy, agreement
-    python scripts/plot.py RUN RUN --rewards -o curves.svg             # reward and held-out reward, as in README
     python scripts/plot.py RUN RUN -v reward -v eval/reward -x num_tokens --smooth 20 -o curve.svg
     python scripts/plot.py info RUN                                    # which metrics there are
 
@@ -39,7 +38,6 @@ SUMMARY = (
     ("entropy",),
     ("sampling/sampling_logp_difference/mean",),
 )
-REWARDS = ["reward", "eval/reward"]  # README's panels
 TITLES = {  # of panels that show something else than their metric's name says
     ("reward", "eval/reward"): "reward, and held-out reward",
     ("eval/reward",): "held-out reward",
@@ -119,15 +117,14 @@ def draw(
         axes.plot(places, smoothed(values, window), label=label, **style, **ON_TOP)
 
 
-def plot(
-    runs: dict[str, Rows], labels: list[str], names: list[str], x: str, window: int, path: Path
-) -> None:
+def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Path) -> None:
     """The chosen metrics in a panel each, or the summary where none is chosen, as an image file."""
     present = {name for rows in runs.values() for name in metric_names(rows)}
     for name in [*names, x]:
         if name not in present:
             sys.exit(f"error: no run has {name}: there are {', '.join(sorted(present))}")
     panels = [(name,) for name in names] or SUMMARY
+    labels = labels_of([*runs])
     columns = 3 if len(panels) == 3 else min(len(panels), 2)  # no place stays empty
     num_rows = math.ceil(len(panels) / columns)
     size = (PANEL_WIDTH * columns, PANEL_HEIGHT * num_rows)
@@ -193,11 +190,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "-v", "--metric", action="append", default=[], help="a panel of its own; may be repeated"
     )
-    parser.add_argument(
-        "--rewards",
-        action="store_true",
-        help="two panels before those of -v: reward, held-out reward",
-    )
     parser.add_argument("-x", default="step", help="the metric of the horizontal axis")
     parser.add_argument(
         "--smooth", type=int, default=1, metavar="STEPS", help="mean over so many values"
@@ -220,14 +212,13 @@ def main(argv: list[str]) -> None:
     path = args.output or paths[0] / "reward.png"
     if path.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"-o {path} must end with .png, .svg or .pdf")
-    names = REWARDS + args.metric if args.rewards else args.metric
-    plot(runs, labels_of([*runs]), names, args.x, args.smooth, path)
+    plot(runs, args.metric, args.x, args.smooth, path)
     for name, rows in runs.items():
-        for metric in names:
+        for metric in args.metric:
             print_line(name, rows, metric)
-        if not names:
+        if not args.metric:
             print_ends(name, rows, is_only=len(runs) == 1)
-    print(f"{', '.join(names) or 'reward curve'}: {path}")
+    print(f"{', '.join(args.metric) or 'reward curve'}: {path}")
 
 
 if __name__ == "__main__":

@@ -22,15 +22,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config import TrainConfig
+from config import DEFAULTS
 
 PARTS = Path(__file__).resolve().parent / "page"
 MAX_ROWS = 10_000  # of one log of a run, completions or held_out
 MAX_BYTES = 40_000_000  # of these rows, as JSON
 MAX_POINTS = 2_000  # of a curve
-MACHINE_SETTINGS = (  # which tell of machines and accounts, and not of the run
-    "output_dir", "vllm_urls", "hub_repo_id", "resume_from_checkpoint",
-)  # fmt: skip
+# Which tell of machines and accounts, and not of the run.
+MACHINE_SETTINGS = ("output_dir", "vllm_urls", "hub_repo_id", "resume_from_checkpoint")
 KEPT_BYTES = 150_000  # of each log, of a run that is kept in a repository
 MAX_IMAGE_BYTES = 20_000_000  # of all pictures in a page
 STEP = re.compile(rb'\{"step": ?(\d+)')
@@ -44,10 +43,9 @@ class Lines(NamedTuple):
     rows_left_out: int
 
 
-def read_lines(path: Path, most_bytes: int | None = None) -> Lines:
+def read_lines(path: Path, most_bytes: int) -> Lines:
     """The rows of a log, each of which begins with its step; of a long one those of steps at even distances."""
     rows: list[dict[str, Any]] = []
-    most_bytes = most_bytes or MAX_BYTES
     if not path.is_file():
         return Lines(rows, 0, 0)
     places: dict[int, list[tuple[int, int]]] = {}  # by step, the begin and size of each line
@@ -130,11 +128,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     """Read a run's part of a page."""
     metrics = list(read_rows(folder / "metrics.jsonl"))
     config, left_out = read_config(folder)
-    samples, held_out, told = read_samples(folder)
+    samples, held_out, told = read_samples(folder, MAX_BYTES)
     return {
         "name": str(folder),
         "config": config,
-        "changed": changed_settings(config),
+        "changed": [name for name in DEFAULTS if name in config and config[name] != DEFAULTS[name]],
         "metrics": columns(metrics),
         "samples": samples,
         "heldOut": held_out,
@@ -151,14 +149,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return config, config.pop("left_out", [])
 
 
-def changed_settings(config: dict[str, Any]) -> list[str]:
-    """Names of the settings that differ from their defaults, or have none."""
-    fields: Any = TrainConfig.__pydantic_fields__  # type: ignore[attr-defined]
-    defaults = {name: fields[name].get_default(call_default_factory=True) for name in fields}
-    return [name for name in defaults if name in config and config[name] != defaults[name]]
-
-
-def read_samples(folder: Path, most_bytes: int | None = None) -> tuple[Any, Any, list[str]]:
+def read_samples(folder: Path, most_bytes: int) -> tuple[Any, Any, list[str]]:
     """The rows of both logs of completions, and in words what of long ones is left out here."""
     samples = read_lines(folder / "completions.jsonl", most_bytes)
     held_out = read_lines(folder / "held_out.jsonl", most_bytes)
@@ -174,6 +165,8 @@ def read_samples(folder: Path, most_bytes: int | None = None) -> tuple[Any, Any,
 
 def keep(folder: Path, target: Path) -> None:
     """Write a small copy of a run, for a repository: its metrics, and samples of some steps with their images."""
+    if target.resolve() == folder.resolve() or (target / "run_id").exists():
+        sys.exit(f"error: {target} is a run of its own: --keep takes another folder")
     metrics = []
     for row in read_rows(folder / "metrics.jsonl"):
         metrics.append({name: _short(value) for name, value in row.items()})
@@ -197,6 +190,9 @@ def keep(folder: Path, target: Path) -> None:
         if source.is_file():
             (target / "images").mkdir(exist_ok=True)
             shutil.copy(source, target / "images")
+
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    print(f"{target}: {size / 1e6:.1f} MB")
 
 
 def state_of(folders: list[Path]) -> str:

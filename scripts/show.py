@@ -90,17 +90,6 @@ def content_text(content: Any) -> str:
     return str(content)
 
 
-def keep_run(run: Path, folder: Path) -> None:
-    """Write a small copy of a run to another folder."""
-    if folder.resolve() == run.resolve():
-        sys.exit("error: --keep takes another folder than the run's own")
-    if (folder / "run_id").exists():
-        sys.exit(f"error: {folder} is a run of its own: --keep takes another folder")
-    run_page.keep(run, folder)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"{folder}: {size / 1e6:.1f} MB")
-
-
 def main(argv: list[str]) -> None:
     """Command line."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
@@ -127,7 +116,7 @@ def main(argv: list[str]) -> None:
     if len(args.runs) > 1:
         parser.error("several runs are shown by --html and --serve alone")
     if args.keep is not None:
-        keep_run(args.runs[0], args.keep)
+        run_page.keep(args.runs[0], args.keep)
         return
 
     name = "held_out.jsonl" if args.held_out else "completions.jsonl"

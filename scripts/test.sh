@@ -10,8 +10,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "${1:-}" = --versions ]; then
     export CUDA_VISIBLE_DEVICES=
     find_index
-    start - "$(find_python)" scripts/versions.py "${@:2}" "${index[@]}"
-    wait "${groups[-1]}"
+    in_group "$(find_python)" scripts/versions.py "${@:2}" "${index[@]}"
     exit
 fi
 if [[ " $* " == *" -m gpu "* ]]; then
@@ -23,5 +22,4 @@ else
 fi
 install dev -r requirements/dev.txt
 # Two workers, each with whole files, which share a server: much of a test is waiting for one to start.
-start - "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
-wait "${groups[-1]}"
+in_group "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

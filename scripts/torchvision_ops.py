@@ -24,15 +24,12 @@ class _BeforeTorchvision(MetaPathFinder):
             sys.meta_path.remove(self)
             spec = PathFinder.find_spec(name)
             if spec and spec.origin and not _loads_compiled_part(Path(spec.origin).parent):
-                self.define()
+                import torch
 
-    def define(self) -> None:
-        import torch
-
-        self.library = torch.library.Library("torchvision", "DEF")
-        self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        kept.append(self)
+                library = torch.library.Library("torchvision", "DEF")
+                library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                kept.append(library)
 
 
 def _loads_compiled_part(folder: Path) -> bool:
@@ -46,7 +43,7 @@ def _loads_compiled_part(folder: Path) -> bool:
     return False
 
 
-kept: list[_BeforeTorchvision] = []  # an operator goes with its torch.library.Library
+kept: list[Any] = []  # an operator goes with its torch.library.Library
 if __name__ == "__main__":
     packages = Path(sysconfig.get_path("purelib"))
     shutil.copy(__file__, packages)

@@ -92,7 +92,6 @@ def run_tests(name: str, python: Path) -> dict[str, object]:
         "passed": int(suite["tests"]) - num_failed - num_skipped,
         "skipped": num_skipped,
         "failed": num_failed,
-        "minutes": round(float(suite["time"]) / 60, 1),
     }
 
 

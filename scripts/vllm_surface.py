@@ -45,9 +45,8 @@ METHODS = {
 OPTIONS = [
     "logprobs_mode", "generation_config", "mm_processor_cache_gb", "dtype", "max_model_len",
     "block_size", "enforce_eager", "enable_chunked_prefill", "kv_cache_memory_bytes",
-    "max_num_seqs", "enable_sleep_mode", "max_lora_rank",
-    "worker_extension_cls", "allowed_media_domains", "disable_log_stats", "scheduling_policy",
-    "served_model_name",
+    "max_num_seqs", "enable_sleep_mode", "max_lora_rank", "worker_extension_cls",
+    "allowed_media_domains", "disable_log_stats", "scheduling_policy", "served_model_name",
 ]  # fmt: skip
 
 # -- vLLM's sources --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from helpers import ROOT, change, finished
-from measure import broken_limits, figures_of
+from measure import Counts, broken_limits
 from test_docs import CORE, ROOMS
 
 FLOORS = {  # of a file, or else of its room
@@ -76,12 +76,12 @@ def test_nothing_beside_the_trainer_is_in_it():
 )
 def test_it_reads_as_the_best_code_of_the_field(paths):
     """By the measure that `python scripts/measure.py --list` explains, place by place."""
-    figures = figures_of(paths)
+    figures = Counts(paths).figures()
     assert not broken_limits(figures), figures
 
 
 def test_how_much_there_is_to_read():
-    assert figures_of(FILES.values())["nodes"] <= ALL_NODES
+    assert Counts(FILES.values()).figures()["nodes"] <= ALL_NODES
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -344,16 +344,15 @@ def test_images_stand_in_the_page(shown, tmp_path):
     assert page.locator("#head .note").inner_text().endswith(": 1 images are left out.")
 
 
-def test_what_is_too_large(tmp_path, monkeypatch):
+def test_what_is_too_large(tmp_path):
     """Of many rows steps at even distances stay; of large steps the first groups of two."""
     write(tmp_path, "completions", [sample(s, s, n) for s in range(1, 201) for n in range(64)])
-    lines = run_page.read_lines(tmp_path / "completions.jsonl")
+    lines = run_page.read_lines(tmp_path / "completions.jsonl", run_page.MAX_BYTES)
     assert 8_000 <= len(lines.rows) <= 10_000
     assert (lines.rows[0]["step"], lines.rows[-1]["step"]) == (1, 200)
     assert len(lines.rows) + lines.rows_left_out == 12_800
-    monkeypatch.setattr(run_page, "MAX_BYTES", 10_000)
     write(tmp_path, "completions", [sample(s, g, 0) for s in (1, 2, 3) for g in range(100)])
-    lines = run_page.read_lines(tmp_path / "completions.jsonl")
+    lines = run_page.read_lines(tmp_path / "completions.jsonl", 10_000)
     assert 5_000 < sum(len(json.dumps(row)) + 1 for row in lines.rows) <= 10_000
     each = len(lines.rows) // 2
     kept = [(row["step"], row["group"]) for row in lines.rows]
@@ -384,7 +383,7 @@ def test_a_small_copy_of_a_run(tmp_path, monkeypatch):
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / "completions.jsonl").write_text('{"step": 2, "group"\n')
     with pytest.raises(SystemExit, match=r"completions.jsonl: a line is damaged: b'.\"step\": 2"):
-        run_page.read_lines(tmp_path / "completions.jsonl")
+        run_page.read_lines(tmp_path / "completions.jsonl", run_page.MAX_BYTES)
 
 
 def test_a_page_that_is_served(tmp_path, monkeypatch, visit):
