@@ -24,6 +24,7 @@ from helpers import ROOT, flags, make_tokenizer, on_forked_ranks, on_ranks, read
 from PIL import Image
 from test_gradients import sgd, trainable
 from test_prefix_vision import plain_logprobs
+from test_templates import user
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
 
@@ -51,10 +52,6 @@ SEEN = "<|vision_start|>" + IMAGE_TOKENS * "<|image_pad|>" + "<|vision_end|>"
 
 def picture(number):
     return squares(number + 1, seed=5)[number]["image"]
-
-
-def user(content):
-    return {"role": "user", "content": content}
 
 
 def rows():

@@ -471,19 +471,6 @@ def test_a_signal_saves_and_ends(start, trained, resumed, tmp_path, ranks, numbe
     assert trained_groups(tmp_path) == list(range(120))
 
 
-def test_nothing_reads_the_time_of_day():
-    """It may stand still, or go back; but for the day of a run's beginning, which templates write."""
-    clock = re.compile(r"\btime\.time|_[mc]time\b|get[mc]time|\butcnow\b|\.now\(|\.today\(")
-    found = [
-        f"{path.name}: {line.strip()}"
-        for room in (".", "rollouts", "training", "weights", "server")
-        for path in (ROOT / room).glob("*.py")
-        for line in path.read_text().splitlines()
-        if clock.search(line)
-    ]
-    assert [line.partition(":")[0] for line in found] == ["run.py"], found
-
-
 # -- Names of folders, and settings that may change --------------------------------------------------------------------
 
 

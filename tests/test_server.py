@@ -216,10 +216,7 @@ def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monke
 def check_an_update_in_flight(config):
     """Tokens before an update keep the old version and log-probs; those after are computed under the new weights."""
     sampling = {"n": 4, "max_tokens": 100, "ignore_eos": True, "temperature": 1.0}
-    with (
-        connected(config) as (rollouts, new),
-        concurrent.futures.ThreadPoolExecutor(1) as threads,
-    ):
+    with connected(config) as (rollouts, new), concurrent.futures.ThreadPoolExecutor(1) as threads:
         for version in range(1, 21):  # until the update hits a request in mid-generation
             old, new = new, make_policy(config, rollouts.device)
             disturb(new, version)

@@ -16,6 +16,7 @@ from helpers import printed_until, request_times, wait_until
 from msgspec.structs import replace
 from safetensors.torch import load_file
 from test_adapters import LORA, lora_config
+from test_resume import assert_identical
 from test_server import PROMPT, check_an_update_in_flight, connected, disturb, make_config, mismatch
 
 import train
@@ -113,8 +114,7 @@ def test_a_run_sleeps_while_it_trains(stand_in, train_on, tmp_path, monkeypatch,
         assert before_naps == ["/sample"] * 3 * can_sleep
     others = [name for name in calls if name != "/sample"]
     assert others == ["/update", *["/sleep", "/update"] * 3]
-    for name, weight in weights[0].items():
-        assert torch.equal(weight, weights[1][name]), name
+    assert_identical(*weights)
 
 
 def test_a_server_that_does_not_fall_asleep_is_left_out(stand_in, train_on, capsys, monkeypatch):
