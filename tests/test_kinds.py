@@ -39,7 +39,7 @@ from utils import process_group
 # -- accuracy --------------------------------------------------------------------------------------
 
 
-FIRST = [[1, 0, 0, 2], [0, 0, 0, 0], [1, 1, 1, 1], [0.5, 0, None, 1], [None] * 4]
+FIRST: list[list[Any]] = [[1, 0, 0, 2], [0, 0, 0, 0], [1, 1, 1, 1], [0.5, 0, None, 1], [None] * 4]
 SEVERAL = [[[first, 0] for first in rewards] for rewards in FIRST]
 OF_PAIRS = (5 / 6 + 0 + 1 + 2 / 3) / 4  # the share with a right one, in each of the first four
 
