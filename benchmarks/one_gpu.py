@@ -219,9 +219,10 @@ def one_round(
         rows.add({"models": " ".join(servers), "waited_for_servers_s": waited_s})
 
         for size, server in servers.items():
+            url = server.wait()
             for staleness in (0, 1):
                 steps = 4 if size == "quick" else 5 + 2 * staleness
-                one = partial(run, folder / size, size, server.wait(), staleness, steps)
+                one = partial(run, folder / size, size, url, staleness, steps)
                 rows.measure({"model": size, "max_staleness": staleness}, one)
             if trl and size == sizes[0]:
                 rows.measure({"model": size, "trainer": "TRL"}, trl)

@@ -60,12 +60,14 @@ def rows():
 @pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json", "csv", "parquet"])
 def test_files_by_their_endings(tmp_path, ending):
     """In any case, zipped, with a byte order mark; a folder's name may have an ending, too. Cells are as they stand."""
-    table = [{"prompt": "1+1=", "day": "2020-01-01"}, {"prompt": "007", "day": "NA"}]
+    row = {"prompt": "1+1=", "day": "2020-01-01", "code": "007", "word": "NA"}
+    table = [row, row]  # a whole column could be read as dates, or numbers
     folder = tmp_path / f"folder.{ending}"
     folder.mkdir()
     Dataset.from_list(table).to_parquet(folder / "part-0.parquet")
     lines = "\r\n".join(map(json.dumps, table))
-    texts = {"json": json.dumps(table), "csv": "prompt,day\r\n1+1=,2020-01-01\r\n007,NA\r\n"}
+    cells = ",".join(row.values()) + "\r\n"
+    texts = {"json": json.dumps(table), "csv": ",".join(row) + "\r\n" + 2 * cells}
     content = texts.get(ending, lines).encode()
     if ending == "parquet":
         content = (folder / "part-0.parquet").read_bytes()

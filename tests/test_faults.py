@@ -90,7 +90,9 @@ def test_all_servers_gone_are_waited_for(stand_in, train_on, tmp_path, capsys, m
     train_on(server, max_steps=4, server_timeout=60, **more)
     output = capsys.readouterr().out
     assert "no rollout server is left: waiting 60 s for one" in output
-    assert f"{server.url} is back" in output
+    # However many requests failed at once.
+    assert output.count(f"{server.url} is left out for now") == 1
+    assert output.count(f"{server.url} is back") == 1
     assert trained_groups(tmp_path) == list(range(24))
 
 
