@@ -86,12 +86,13 @@ def text_of(
     def is_kept(token_id: int) -> bool:
         return token_id in stop_token_ids or as_sampled([token_id], tokenizer) in stop
 
-    token_ids = list(map(int, token_ids))
-    last = token_ids[-1:]
-    is_special = tokenizer.decode(last) != tokenizer.decode(last, skip_special_tokens=True)
-    if is_ended and is_special and not is_kept(last[0]):
-        token_ids = token_ids[:-1]  # the end of a turn, which not every tokenizer names
+    token_ids = torch.as_tensor(token_ids).tolist()
     end = tokenizer.eos_token_id
+    last = token_ids[-1:]
+    if is_ended and last != [end]:  # maybe the end of a turn, which not every tokenizer names
+        is_special = tokenizer.decode(last) != tokenizer.decode(last, skip_special_tokens=True)
+        if is_special and not is_kept(last[0]):
+            token_ids = token_ids[:-1]
     return as_sampled([each for each in token_ids if each != end or is_kept(each)], tokenizer)
 
 
