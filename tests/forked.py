@@ -16,14 +16,14 @@ PRELOAD = ["vllm_server", "vllm.v1.worker.cpu_worker", "vllm.model_executor.mode
 @cache
 def forks(*modules):
     """The context of a process that has imported these modules, and ends with this one."""
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload([*modules])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*modules])
     with pytest.MonkeyPatch.context() as patch:
         # Python 3.11 does not tell it our sys.path before it imports.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "scripts")]))
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # read when torch is imported
         forkserver.ensure_running()
-    return forks
+    return context
 
 
 def serve(argv, log, environment):
