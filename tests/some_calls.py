@@ -41,8 +41,15 @@ def sandbox(path):
 
 
 def naps(seconds):
-    start = time.monotonic()  # the same clock in all processes
     time.sleep(seconds)
+
+
+def meets_another(folder):
+    """Ends when a second call has begun, too, and returns its span."""
+    start = time.monotonic()  # the same clock in all processes
+    (folder / str(start)).touch()
+    while len(os.listdir(folder)) < 2:
+        time.sleep(0.01)
     return start, time.monotonic()
 
 

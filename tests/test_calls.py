@@ -169,8 +169,8 @@ def test_a_function_of_the_main_script(tmp_path):
     assert (done.stdout, done.stderr) == ("(2, '')\n", "")
 
 
-def test_no_more_calls_at_a_time_than_workers(pool):
+def test_no_more_calls_at_a_time_than_workers(pool, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        nap = lambda _: pool.call(some_calls.naps, {"seconds": 0.05}, 5)
-        spans = [*threads.map(nap, range(16))]
+        call = lambda _: pool.call(some_calls.meets_another, {"folder": tmp_path}, 30)
+        spans = [*threads.map(call, range(16))]
     assert max(sum(start <= moment < end for start, end in spans) for moment, _ in spans) == 2
