@@ -139,7 +139,7 @@ class Rollouts:
                     self.stop.set()
                 return None
             groups.append(group)
-            is_complete = self.stream.missing == 0
+            is_complete = len(self.stream.batch.groups) == self.config.batch_size
             if not is_complete and (self.servers_sleep or dealer.needs_more(groups)):
                 return None
             if self.servers_sleep:  # before any rank trains

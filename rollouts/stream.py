@@ -60,7 +60,7 @@ class GroupStream:
         self._waiting = deque(waiting)  # chosen, and not yet admitted
         self._next_number = next_number
         self._queue: deque[Group] = deque()  # admitted, and neither taken nor dropped
-        self._batch = Batch()  # the one under way
+        self.batch = Batch()  # the one under way
         self._told_s = time.monotonic()  # when a batch ended, or the user was reminded
         self._failure: BaseException | None = None
 
@@ -100,10 +100,10 @@ class GroupStream:
                     self.num_sampled_tokens += sum(group.num_sampled)
                 if group.dropped:
                     self._queue.remove(group)
-                    self._batch.dropped.append(group)
+                    self.batch.dropped.append(group)
                 else:
                     group.finished_version = self.version  # from here on `take` may return it
-                num_dropped = len(self._batch.dropped)
+                num_dropped = len(self.batch.dropped)
                 self._changed.notify_all()
 
             if group.dropped:
@@ -131,30 +131,25 @@ class GroupStream:
                 raise self._failure
             if self._queue and self._queue[0].finished_version >= 0:
                 group = self._queue.popleft()
-                self._batch.groups.append(group)
+                self.batch.groups.append(group)
                 group.trained_version = self.version
                 return group
 
             if self._queue and time.monotonic() > self._told_s + 60:
                 self._told_s = time.monotonic()
                 print(
-                    f"waiting for rollouts and rewards: {len(self._batch.groups)} of "
+                    f"waiting for rollouts and rewards: {len(self.batch.groups)} of "
                     f"{self.config.batch_size} groups have come; the oldest at work is of "
                     f"{self._queue[0].prompt.where}"
                 )
             self._changed.wait(1)
             return None
 
-    @property
-    def missing(self) -> int:
-        """How many groups the batch still lacks."""
-        return self.config.batch_size - len(self._batch.groups)
-
     def end_batch(self) -> Batch:
         """The groups taken and dropped since the last call, with metrics."""
         with self._changed:
-            batch = self._batch
-            self._batch = Batch()
+            batch = self.batch
+            self.batch = Batch()
             self._told_s = time.monotonic()
             reasons = [group.dropped for group in batch.dropped]
             num_running = sum(group.finished_version < 0 for group in self._queue)
@@ -169,7 +164,7 @@ class GroupStream:
     def state(self) -> dict[str, Any]:
         """What a run that goes on needs: number and row of each group whose batch has not ended."""
         with self._changed:
-            batch = self._batch
+            batch = self.batch
             groups = [*batch.groups, *batch.dropped, *self._queue, *self._waiting]
             rows = sorted((group.id, group.prompt.index) for group in groups)
             return {"open": rows, "next": self._next_number}

@@ -78,7 +78,7 @@ class Trainer:
         """Take the batch of one step; returns the ids of its groups."""
         self.stream.advance_to(version)
         started_s = time.monotonic()
-        while self.stream.missing:
+        while len(self.stream.batch.groups) < self.stream.config.batch_size:
             self.stream.take()
             assert time.monotonic() < started_s + 20, "a group does not come"
         batch = self.stream.end_batch()
