@@ -10,6 +10,7 @@ from array import array
 from dataclasses import replace
 from decimal import Decimal
 from functools import partial
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
@@ -24,7 +25,6 @@ from test_config import make as make_config
 
 from config import UserError, to_json
 from recipes.rewards import best_of
-from rollouts import workers
 from rollouts.data import check_vocabulary, fingerprint, leave_out_long, load_rows, load_sets
 from rollouts.group import ENVIRONMENT, FOREIGN, Completion, Group, Prompt, version_spans
 from rollouts.sampling import sample_group, sampling_params
@@ -673,7 +673,8 @@ def test_a_failed_call_gives_the_configured_value(tmp_path, value):
 
 
 def test_a_hanging_reward_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "IMPORT_GRACE_S", 2.0)
+    limits, poll = iter([0.3]), Connection.poll  # of the first call, without time for imports
+    monkeypatch.setattr(Connection, "poll", lambda own, limit: poll(own, next(limits, limit)))
     fields = {"reward_timeout": 0.3, "reward_workers": 1, "output_dir": str(tmp_path)}
     config = make_config(reward_funcs=[hangs, right], **fields)
     assert score(make_groups()[:1], config) == [[1.0, 0.0]]
