@@ -304,7 +304,7 @@ OUTPUTS = {"no stdout": ">&-", "neither": "<&- >&- 2>&-", "no reader": "> >(:) 2
 def unread(outputs, *words):
     """The exit status of a Python program that begins with these outputs."""
     command = ["bash", "-c", f'exec "$@" {OUTPUTS[outputs]}', "bash", sys.executable, *words]
-    return subprocess.call(command, cwd=ROOT, env=ALONE, timeout=120)
+    return subprocess.call(command, cwd=ROOT, env=ALONE, timeout=600)
 
 
 @pytest.mark.server

@@ -272,16 +272,19 @@ def test_groups_without_rewards_are_in_no_mean(first, std, share):
 # -- signals and processes -------------------------------------------------------------------------
 
 SIGNALLED = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading
+from types import SimpleNamespace
 signal.signal(signal.SIGHUP, signal.{hang_up})
 sys.path[:0] = [{root!r}]
 import utils
+now_s = 0.0
+utils.time = SimpleNamespace(monotonic=lambda: now_s)
 utils.is_main = lambda: True
 stop = threading.Event()
 with utils.stop_signals(stop):
     for name in {names!r}:
         os.kill(os.getpid(), getattr(signal, name))
-        time.sleep({pause_s})
+        now_s += {pause_s}
     print(stop.is_set(), flush=True)
 if signal.{hang_up} == signal.SIG_IGN:
     os.kill(os.getpid(), signal.SIGHUP)

@@ -370,8 +370,9 @@ def test_the_steps_of_a_job(my_recipe, tmp_path):
     words = "--server_nodes 1 --trainer_nodes 2 --gpus_per_node 4 --tensor_parallel 2 --seed 7"
     path, env = job(my_recipe, tmp_path, *words.split())
     stand_in = tmp_path / "bin" / "python"
-    # The steps of the servers are begun meanwhile.
-    write_program(stand_in, "#!/bin/sh\nsleep 2\n")
+    # It ends once the steps of both servers have begun.
+    noted = """$(grep -c -e '--host 0.0.0.0' "$SRUN_LOG")"""
+    write_program(stand_in, f'#!/bin/sh\nuntil [ "{noted}" = 2 ]; do sleep 0.1; done\n')
     text = re.sub(r"python=\S+", f"python={stand_in}", path.read_text())
     text = text.replace(f"server=({sys.executable} ", "server=(true ")
     assert "#SBATCH --nodes=3 " in text

@@ -46,6 +46,7 @@ class Scripted:
         self.asked: list[list[int]] = []
         self.params: list[dict[str, Any]] = []
         self.seconds = 0.0
+        self.goes_on = threading.Event()  # before the seconds are over
 
     def generate(self, prompt, params):
         ids = torch.as_tensor(prompt).tolist()
@@ -54,7 +55,7 @@ class Scripted:
         text = self.tokenizer.decode(ids)
         asked = text.rpartition("\n<|im_start|>")[0] or text  # without the generation prompt
         reply = next(reply for part, reply in self.replies.items() if part in asked)
-        time.sleep(self.seconds)
+        self.goes_on.wait(self.seconds)
         said = self.tokenizer(reply + "<|im_end|>")["input_ids"]
         return [Completion(said, [-1.0] * len(said), "stop", 0, prompt_ids=ids)]
 
@@ -216,11 +217,13 @@ def test_two_agents_in_parallel(scripted):
 def test_a_lost_reply_trains_once(scripted):
     """A client that hears nothing in time asks again, and gets the reply that was sampled; one that gives up none."""
     scripted.replies = {"again": "three", "2+3": "five", "lost": "never heard"}
-    scripted.seconds = 0.5
+    scripted.seconds = 60
 
     def agent(url, prompt):
         with pytest.raises(openai.APITimeoutError):
             Talk(url, timeout=0.2).ask("lost")
+        scripted.goes_on.set()
+        scripted.goes_on, scripted.seconds = threading.Event(), 0.5
         talk = Talk(url, timeout=0.2, max_retries=10)
         talk.ask("2+3")
         talk.ask("again")
@@ -404,8 +407,8 @@ def test_requests_that_are_refused(scripted, options, message):
     def agent(url, prompt):
         with pytest.raises(openai.BadRequestError, match=message):
             Talk(url).answer(**{"messages": [user("2+3")], **options})
-        assert requests.get(url.replace("/v1", "/v2"), timeout=5).ok
-        assert requests.post(url, json={}, timeout=5).status_code == 404
+        assert requests.get(url.replace("/v1", "/v2"), timeout=60).ok
+        assert requests.post(url, json={}, timeout=60).status_code == 404
         Talk(url).ask("2+3")
 
     assert len(run(scripted, agent, max_len=100)) == 1
@@ -431,7 +434,7 @@ def test_a_lost_server_is_no_fault_of_the_agent(tokenizer):
         started_s = time.monotonic()
         with pytest.raises(openai.BadRequestError):
             Talk(url, max_retries=5).ask("2+3")
-        assert time.monotonic() - started_s < 3
+        assert time.monotonic() - started_s < 10  # five more times took 11 s and more
 
     with pytest.raises(ServerLost):
         run(Server("http://127.0.0.1:9", 1, tokenizer), agent, max_len=100)

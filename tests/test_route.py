@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from types import SimpleNamespace
 from typing import Any
@@ -274,8 +275,12 @@ def test_a_trainer_has_it_until_it_disconnects():
         other.ask()  # who only asks takes nothing
         assert engine.calls == ["pause_generation", "zero_weights"] * 2
         one.disconnect()
-        time.sleep(0.2)
-        other.ask("other").close()
+        wait_until(lambda: is_taken_by(other))
+
+
+def is_taken_by(client):
+    with suppress(ServerError), client.ask("other"):
+        return True
 
 
 PAUSED = ["clear_mm_cache_async", "pause_scheduler_async", "load_update", "update_weight_version"]

@@ -1,6 +1,7 @@
 """A worker's update: what samples is untouched until all has come, and is loaded where it is."""
 
 import copy
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -194,7 +195,8 @@ def test_buckets_are_taken_as_the_model_loads_them(worker, monkeypatch, is_sampl
 
 @pytest.mark.parametrize(
     ("secret", "reason"),
-    [("s", "imed out"), ("another", "they do not meet over gloo"), (None, "they do not meet over")],
+    # A worker that comes late does not even meet the trainer.
+    [("s", "imed out|wait timeout"), ("another", "do not meet over gloo"), (None, "do not meet")],
     ids=["nothing", "a stranger", "nobody"],
 )
 def test_an_update_in_which_nothing_comes(worker, secret, reason):
@@ -206,7 +208,7 @@ def test_an_update_in_which_nothing_comes(worker, secret, reason):
         with suppress(RuntimeError):  # of a stranger
             trainer.group = WeightGroup(meeting, 0, CPU, trainer.store)
     trainer.wait_for(BROKEN)
-    assert reason in worker.state_of_update()[1]
+    assert re.search(reason, worker.state_of_update()[1])
 
 
 def test_another_update_takes_the_place_of_one(worker):
