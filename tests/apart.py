@@ -25,15 +25,15 @@ def _serve(model, pipe):
 
     die_with(os.getppid())
     torch.set_num_threads(1)
-    fault: list[Any] = []  # path, turn, what happens
+    fault: list[Any] = []  # path or `any`, turn, what happens
 
     def ill(path):
-        if path not in fault[:1]:
+        if not {path, "any"} & {*fault[:1]}:
             return
         fault[1] -= 1
         if fault[1] < 0:
-            what = fault.pop()
-            fault.clear()
+            what = fault[2]
+            fault[:] = "any", 0, "refuses"  # until it is told otherwise
             if what != "refuses":
                 os.kill(os.getpid(), signal.SIGKILL if what == "dies" else signal.SIGSTOP)
                 time.sleep(0.5)  # another thread may take the signal
@@ -66,7 +66,7 @@ class Apart:
         return self._pipe.recv()
 
     def fault(self, *fault):
-        """`path, turn, what`: at that request of the path from now on it `dies`, `hangs` or `refuses`; or no fault."""
+        """`path, turn, what`: at that request of the path from now on it `dies`, `hangs` or `refuses` until it wakes; or no fault."""
         self._pipe.send(fault)
         self._answer()
 
