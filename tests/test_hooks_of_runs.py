@@ -11,6 +11,7 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
+import helpers
 import losses
 import pytest
 import torch
@@ -185,8 +186,11 @@ def test_a_server_that_drops_a_tensor_is_left_out_and_heals(
 ):
     """One norm that is one update behind differs by three orders more than what both sides agree to."""
     monkeypatch.setattr("training.metrics.MIN_COMPARED", 8)
-    monkeypatch.setattr("rollouts.servers.PROBE_S", 0.05)  # it is back within the run
+    monkeypatch.setattr("rollouts.servers.PROBE_S", 0.05)
     fake, other = stand_in(0.05), stand_in(0.05)
+    # It is back within the run, which waits for its sixth update.
+    is_back = lambda: "5" not in other.versions or len(request_times(fake, "/update")) > 5
+    other.fault = lambda path: path == "/sample" and helpers.wait_until(is_back)
     dropping(fake, "model.norm.weight", lambda sync: sync == 5)
     train_on(fake, other, max_steps=8, max_logprob_mismatch=1e-3)
     out = capsys.readouterr().out
@@ -221,10 +225,16 @@ BENT = {"sampling_params": '{"top_p": 1.0}'}  # no tokens can tell: their log-pr
 
 def test_a_busy_server_is_no_lost_one(fake, train_on, capsys, monkeypatch):
     """It answers no probe in time after the first one: that is no proof, and no reason to leave it out."""
-    monkeypatch.setattr("rollouts.proofs.CONTROL_TIMEOUT_S", 1.5)
     monkeypatch.setattr("rollouts.rollouts.PROBE_STEPS", 1)
     asked = itertools.count()
-    fake.answer = lambda _, number: ([5 + number], 2.2 if next(asked) > 1 else 0.0)
+
+    def answer(_, number):
+        if next(asked) < 2:
+            return [5 + number], 0.0
+        monkeypatch.setattr("rollouts.proofs.CONTROL_TIMEOUT_S", 1.5)
+        return [5 + number], 2.2
+
+    fake.answer = answer
     train_on(fake, **BENT)
     assert "is left out" not in capsys.readouterr().out
 
@@ -366,7 +376,9 @@ def test_another_model_teaches_by_advantages(stand_in, recipe, tmp_path, monkeyp
     one, two, names = stand_in(), stand_in(), tmp_path / "names.txt"
     names.write_text(one.url)
     parts: Any = [Teacher(f"@{names}", model_id=one.model_id)]
-    config = parse_args([recipe(stand_in(0.3)), *flags(max_steps=4)])
+    is_there = lambda: not request_times(one) or len(request_times(two, "/connect")) > 1
+    sampler = stand_in(0.3, fault=lambda path: path == "/sample" and helpers.wait_until(is_there))
+    config = parse_args([recipe(sampler), *flags(max_steps=4)])
     one.fault = lambda path: path == "/sample" and names.write_text(two.url)
     main(replace(config, parts=parts, advantage_fn="test_hooks_of_runs.by_teacher"))
     assert request_times(two)
