@@ -440,7 +440,9 @@ def _places(pieces: Sequence[range], device: torch.device) -> slice | Tensor:
     return torch.cat(places).to(device)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tuple[Tensor, ...]:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float | None
+) -> tuple[Tensor, ...]:
     """Flash attention of a block: out [L, H, D] and log-sum-exp [L, H]."""
     if not q.is_cuda:
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -451,7 +453,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tupl
     return found[0], found[1].T
 
 
-def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, ...]:
+def _flash_backward(
+    tensors: Sequence[Tensor], block: _Block, scale: float | None
+) -> tuple[Tensor, ...]:
     """The block's part, of grad, q, k, v, merged out and lse."""
     if not tensors[0].is_cuda:
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -479,7 +483,7 @@ def _flash_on_cpu(
     kernel: Any,
     tensors: Sequence[Tensor],
     block: _Block,
-    scale: float,
+    scale: float | None,
 ) -> tuple[Tensor, ...]:
     """Call a kernel for [pieces, H, L, ...] with [pieces * L, H, ...]."""
     pieces = [tensor.unflatten(0, (block.num_pieces, -1)) for tensor in tensors]
@@ -508,7 +512,7 @@ class _Cascade(torch.autograd.Function):
         v: Tensor,
         sink: Tensor | None,
         tree: Tree,
-        scale: float,
+        scale: float | None,
     ) -> Tensor:
         out = q.new_empty(q.shape)  # blocks of level 0 come first, and fill it
         lse = q.new_empty(q.shape[:2], dtype=_wide(q))
@@ -606,8 +610,7 @@ def _over_tree(
     q = query.squeeze(0).transpose(0, 1).to(dtype)
     k = key.squeeze(0).transpose(0, 1).to(dtype)
     v = value.squeeze(0).transpose(0, 1).to(dtype)
-    scale = options.get("scaling") or query.shape[-1] ** -0.5
-    out: Tensor = _Cascade.apply(q, k, v, options.get("s_aux"), tree, scale)
+    out: Tensor = _Cascade.apply(q, k, v, options.get("s_aux"), tree, options.get("scaling"))
     return out[None, ..., :head_size]
 
 
@@ -859,8 +862,7 @@ def _refuse(base: Any) -> None:
         raise ValueError(f"layers of type {', '.join(sorted(odd))} do not see a whole prefix")
     if rope_limit(config) < math.inf:
         raise ValueError("longrope and dynamic position embeddings depend on the longest text")
-    is_used = getattr(config, "use_sliding_window", True)
-    if is_used and getattr(config, "sliding_window", None) is not None:
+    if getattr(config, "sliding_window", None):
         kinds = {type(module) for module in base.modules() if "Attention" in type(module).__name__}
         # of the forward, as FSDP2 makes classes without a source
         if not any("sliding_window=" in inspect.getsource(kind.forward) for kind in kinds):
@@ -1218,7 +1220,7 @@ def _inputs(
         if images and kind in WHOLE_IMAGES:
             tree = Tree(_cut(tree.segments, _kinds(base, row.input_ids[0]).tolist()))
         inputs |= {"tree": tree, "position_ids": row.position_ids}
-        if any(name.endswith("_grid_thw") for name in images):
+        if "image_grid_thw" in images:
             inputs["position_ids"] = _rope_positions(base, row, tree, images)
         # a mask that says nothing: one of 4 dimensions is handed through
         inputs["attention_mask"] = row.input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
@@ -1245,10 +1247,8 @@ def _inputs(
 
 
 def _kinds(base: Any, ids: Tensor) -> Tensor:
-    """0 for text, 1 for placeholders of images, 2 for videos."""
-    is_image = ids == base.config.image_token_id
-    is_video = ids == getattr(base.config, "video_token_id", -1)
-    return is_image.int() + 2 * is_video.int()
+    """0 for text, 1 for placeholders of images."""
+    return (ids == base.config.image_token_id).int()
 
 
 def _rope_positions(base: Any, row: PackedBatch, tree: Tree, images: dict[str, Any]) -> Tensor:

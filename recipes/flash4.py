@@ -30,7 +30,7 @@ def use_flash_attention_4() -> None:
     prefix_attention._flash_backward = backward
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, block: Any, scale: float) -> tuple[Tensor, ...]:
+def forward(q: Tensor, k: Tensor, v: Tensor, block: Any, scale: float | None) -> tuple[Tensor, ...]:
     """The output and log-sum-exp of a block's tokens, as `prefix_attention._flash`."""
     if has_many_pieces(block):
         return flash_2(q, k, v, block, scale)
@@ -38,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Any, scale: float) -> tuple[
     return results[0], results[1].T
 
 
-def backward(tensors: Sequence[Tensor], block: Any, scale: float) -> tuple[Tensor, ...]:
+def backward(tensors: Sequence[Tensor], block: Any, scale: float | None) -> tuple[Tensor, ...]:
     """The block's part of the gradients, as `prefix_attention._flash_backward`.
 
     By the output and the log-sum-exp of all blocks, merged.
@@ -77,7 +77,7 @@ def kernels(q: Tensor, k: Tensor) -> Any:
     return interface
 
 
-def options(block: Any, scale: float) -> dict[str, Any]:
+def options(block: Any, scale: float | None) -> dict[str, Any]:
     """The block's cumulative lengths and longest pieces, by the kernels' names."""
     q_starts, k_starts, longest_q, longest_k = block.lengths
     return {
