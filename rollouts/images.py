@@ -13,7 +13,7 @@ from torch import Tensor
 from config import TrainConfig, UserError
 from rollouts.group import Prompt
 from rollouts.processor import as_text, missing_beginning, tokenizer_of
-from server.messages import MAX_IMAGES_BYTES, MAX_PIXELS
+from server.messages import MAX_IMAGES_BYTES
 from utils import naming
 
 PADDING_MARKS = {"image_sizes", "pixel_attention_mask"}  # inputs that tell the model its padding
@@ -50,22 +50,20 @@ def open_image(source: Any) -> Any:
     """A PIL image, upright and in RGB, transparent pixels on a white ground.
 
     Args:
-        source: a PIL image, bytes, a path, a data URI or its base64 alone.
+        source: as of `image_source`; base64 may be a data URI.
 
     Raises:
-        ValueError: it has more than 8 bits a channel, or more pixels than a server takes.
+        ValueError: it is no image, or has more than 8 bits a channel.
     """
     from PIL import Image, ImageOps
 
-    image = source
+    image = image_source(source)
     with naming(f"no image, path, URL, bytes or base64: {source!r:.100}"):
         if isinstance(image, str) and not os.path.isfile(image):
             image = base64.b64decode(image.rpartition(",")[2], validate=True)
         if not isinstance(image, Image.Image):
             image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
 
-    if image.width * image.height > MAX_PIXELS:
-        raise ValueError(f"an image has more than {MAX_PIXELS} pixels: make it smaller")
     if image.mode[0] in "FI":  # of floats, or of more bits, which PIL would cut off
         raise ValueError(f"it has an image of mode {image.mode}: save it with 8 bits a channel")
     image = ImageOps.exif_transpose(image)

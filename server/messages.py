@@ -10,7 +10,6 @@ VLLM_VERSIONS = ("0.32.0", "0.33.0")  # that were tried; requirements.txt has th
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 MAX_IMAGES_BYTES = 60 << 20  # of its data URIs, which leaves room for the prompt's ids
 NOT_ARRIVED = 409  # the status of an update that has not come through the group
-MAX_PIXELS = 178_956_970  # of an image: vLLM and Pillow take no larger one
 
 
 def api_token() -> str:
