@@ -69,14 +69,13 @@ def completion_of(message: Sampled, prompt_ids: Any = None) -> Completion:
     if not logprobs.isfinite().all():
         raise ValueError("some log-probs are no finite numbers")
 
-    versions = np.empty(len(token_ids), np.int64)  # cheaper to start than torch, for so few
-    num_known = 0
+    # Also where no span tells. In numpy, which is cheaper to start than torch, for so few.
+    versions = np.full(len(token_ids), FOREIGN)
     for name, start, end in message.weight_versions:
-        if start == num_known and end <= len(versions):
-            versions[start:end] = int(name) if name.isdecimal() else FOREIGN
-            num_known = end
+        if name.isdecimal():
+            versions[start:end] = int(name)
     # It refuses columns of several lengths.
-    return Completion(token_ids, logprobs, reason, versions[:num_known], prompt_ids=prompt_ids)
+    return Completion(token_ids, logprobs, reason, versions, prompt_ids=prompt_ids)
 
 
 class State(Enum):

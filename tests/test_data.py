@@ -546,14 +546,16 @@ def test_spans_of_versions(spans, versions):
         assert completion_of(sampled(spans)).weight_versions.tolist() == versions
 
 
-NO_SPANS = [[], [(0, 0, 4)], [(0, 0, 2)], [(0, 1, 3), (1, 0, 1)], [(0, 0, 2), (1, 1, 3)]]
-NO_SPANS += [[(0, -1, 1)], [(0, 0, 1), (1, 2, 3)], [(0, 0, 3), (1, 3, 2)]]
-
-
-@pytest.mark.parametrize("spans", NO_SPANS, ids=str)
-def test_spans_that_do_not_fit_are_refused(spans):
-    with pytest.raises(ValueError, match="a completion needs tokens, and as many"):
-        completion_of(sampled(spans))
+@pytest.mark.parametrize(
+    ("spans", "versions"),
+    [
+        ([], [FOREIGN] * 3),
+        ([(0, 0, 2)], [0, 0, FOREIGN]),
+        ([(0, 0, 1), (1, 2, 3)], [0, FOREIGN, 1]),
+    ],
+)
+def test_tokens_without_a_version_are_foreign(spans, versions):
+    assert completion_of(sampled(spans)).weight_versions.tolist() == versions
 
 
 def seeds_sent(**fields):

@@ -12,6 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.elastic.utils.store import barrier
 
 # Two buckets are alive at a time: one travels while the next is gathered.
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
@@ -67,9 +68,8 @@ class WeightGroup:
             # Once they have met, nothing in the store counts any more.
             prefix = hashlib.sha256(meeting.secret.encode()).hexdigest()
             place = dist.PrefixStore(prefix, store)
-            place.set(f"here/{rank}", "")  # nccl would wait for others without a limit
-            everybody = [f"here/{member}" for member in range(meeting.world_size)]
-            place.wait(everybody, limit)
+            # nccl would wait for others without a limit.
+            barrier(place, meeting.world_size, "here", meeting.timeout_s)
             self._group = make_group(meeting, rank, place)
             self._greet()
         except RuntimeError as error:
