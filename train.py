@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from config import TrainConfig, UserError, parse_args
 from rollouts.custom import naming_function, own_advantages
-from rollouts.group import Group
+from rollouts.group import Batch, Group
 from rollouts.rollouts import Rollouts
 from training.batching import MicroBatch
 from training.checkpoints import Checkpoints, run_folder
@@ -195,12 +195,13 @@ def loss_normalizer(num_completions: int, num_trained_tokens: int, config: Train
         config: loss_type, max_completion_len, num_minibatches.
     """
     if config.loss_type == "grpo":
-        return max(num_completions, 1)
+        return num_completions
     if config.loss_type == "dr_grpo":
-        return max(num_completions, 1) * config.max_completion_len
+        return num_completions * config.max_completion_len
+    num_trained_tokens = max(num_trained_tokens, 1)
     if config.divides_by_batch:  # the batch's mean number in a mini-batch
-        return max(num_trained_tokens, 1) / config.num_minibatches
-    return max(num_trained_tokens, 1)  # bnpo
+        return num_trained_tokens / config.num_minibatches
+    return num_trained_tokens  # bnpo
 
 
 def off_policy_weights(
@@ -226,7 +227,7 @@ def off_policy_weights(
         lengths = completion_sums(mask.to(log_weights.dtype), completion).clamp(min=1)
         log_weights = log_weights / lengths
 
-    weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()  # products exceed their factors' bound
+    weights = log_weights.exp()  # inf where a product overflows
     if not method.endswith("mask"):
         return weights.clamp(max=config.correction_cap)
     is_within = (weights >= config.correction_floor) & (weights <= config.correction_cap)
@@ -353,12 +354,11 @@ def main(config: TrainConfig) -> None:
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts, reference)
         step = checkpoints.resume(checkpoint, before)
         num_skipped = 0
-        log = RunLog(config, rollouts.num_steps, before, rollouts.noting_failure, rollouts.run)
+        log = RunLog(config, before, rollouts)
         with closing(log), checkpoints.saving(log):  # saves, and ends where `Stopped` is raised
             rollouts.publish(policy, step)  # from now on threads sample and score groups
             if step == 0:
-                evaluated, held_out = rollouts.evaluate(0)
-                log.step(0, evaluated, held_out=held_out)
+                log.step(0, {}, rollouts.evaluate(0, Batch()))
             while step < rollouts.num_steps:
                 # Seed LoRA's dropout per step, so that a resumed run repeats it.
                 torch.manual_seed(hash((config.seed, step, dist.get_rank())))
@@ -376,8 +376,7 @@ def main(config: TrainConfig) -> None:
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, step)
 
-                evaluated, held_out = rollouts.evaluate(step)
-                log.step(step, metrics | trained | evaluated, batch, held_out)
+                log.step(step, metrics | trained, rollouts.evaluate(step, batch))
                 if config.save_steps and step % config.save_steps == 0:
                     checkpoints.save(log)
 

@@ -113,7 +113,7 @@ def deal(groups: list[Any], num_ranks: int, config: Any) -> list[Any]:
         set_advantages([group], config)
         taken.append(group)
         is_last = number == len(groups) - 1
-        if is_last or not dealer.needs_more(taken):
+        if is_last or not dealer.needs_more(group):
             dealt.append(dealer.deal(taken, is_last))
             taken = []
     return dealt

@@ -200,10 +200,12 @@ class Group:
 
 @dataclass
 class Batch:
-    """The groups that a step trained, and those dropped meanwhile."""
+    """The groups that a step trained, those dropped meanwhile, and held-out ones."""
 
     groups: list[Group] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)
+    # Of the evaluation after it, by the name of their set
+    held_out: dict[str, list[Group]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
 

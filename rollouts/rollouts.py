@@ -140,7 +140,7 @@ class Rollouts:
                 return None
             groups.append(group)
             is_complete = len(self.stream.batch.groups) == self.config.batch_size
-            if not is_complete and (self.servers_sleep or dealer.needs_more(groups)):
+            if not is_complete and (self.servers_sleep or dealer.needs_more(group)):
                 return None
             if self.servers_sleep:  # before any rank trains
                 self.pool.fall_asleep()
@@ -218,7 +218,7 @@ class Rollouts:
             add_to_history(self.history, ended)
 
         elapsed_s = time.monotonic() - self.clock_s
-        num_sampled = self.stream.num_sampled_tokens - self.sampled_before
+        num_sampled = sum(sum(group.num_sampled) for group in ended)
         batch.metrics |= {
             "num_tokens": self.num_tokens,
             "rewards_failed": len(self.run.scorer.failures.failed),
@@ -237,21 +237,20 @@ class Rollouts:
         self.clock_s = time.monotonic()
         self.waited_s = 0.0
         if is_main():
-            self.sampled_before = self.stream.num_sampled_tokens
             self.idle_before_s = self.pool.idle_seconds()
 
-    def evaluate(self, step: int) -> tuple[dict[str, float], dict[str, list[Group]]]:
+    def evaluate(self, step: int, batch: Batch) -> Batch:
         """Evaluate the policy on the held-out sets, where that is due. Collective.
 
         Returns:
-            `eval/...` of all sets, `eval/<set>/...` of each, and the groups by set; nothing on
-            other ranks than 0, and where the run is to end.
+            The batch, on rank 0 with the groups by set, `eval/...` of all sets, and
+            `eval/<set>/...` of each; without them where the run is to end.
         """
         config = self.config
         # Also at step 0, and at the last one.
         is_due = step == self.num_steps or step % (config.eval_steps or self.num_steps) == 0
         if not is_due or not config.eval_dataset_id or not config.vllm_urls:
-            return {}, {}
+            return batch
 
         metrics: dict[str, float] = {}
         under_way: Any = Round(self.run) if is_main() else None
@@ -259,9 +258,10 @@ class Rollouts:
             is_complete = self._repeat(lambda: under_way.wait())
 
         self._restart_clocks()
-        if not is_complete or not is_main():
-            return {}, {}
-        return metrics | round_metrics(under_way.sets, config), under_way.sets
+        if is_complete and is_main():
+            batch.held_out = under_way.sets
+            batch.metrics |= metrics | round_metrics(under_way.sets, config)
+        return batch
 
     # -- The policy, from here to the servers --
 

@@ -341,7 +341,7 @@ def test_minibatches_weigh_every_token_alike(loss_type, expected):
     (halves,) = dealt(make_groups(), ADVANTAGES, 1, config)
     found = [loss_normalizer(num, tokens, config) for num, tokens in updates_of(halves)]
     assert found == expected
-    assert loss_normalizer(0, 0, config) > 0
+    assert loss_normalizer(12, 0, config) > 0
 
 
 @pytest.mark.parametrize("fields", [
@@ -352,9 +352,14 @@ def test_training_waits_for_the_batch_where_it_must(fields):
     """Elsewhere it starts once the groups that came fill a row."""
     groups = make_groups()
     config = make_config("m", max_tokens_per_gpu=40, max_staleness=0)
-    assert Dealer(1, config).needs_more(groups[:2])  # 35 tokens
-    assert not Dealer(1, config).needs_more(groups[:3])
-    assert Dealer(1, replace(config, **fields)).needs_more(groups)
+    dealer = Dealer(1, config)
+    assert [dealer.needs_more(group) for group in groups[:3]] == [
+        True,
+        True,
+        False,
+    ]  # 35 tokens of two
+    dealer = Dealer(1, replace(config, **fields))
+    assert all(dealer.needs_more(group) for group in groups)
 
 
 # -- the policy's log-probs ------------------------------------------------------------------------

@@ -6,8 +6,9 @@ import json
 import math
 import re
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import plot
@@ -30,7 +31,9 @@ TIMES = {"time/step_s": 1.0, "time/train_s": 1.0, "time/wait_s": 0.0, **PACE}
 def logging(folder, num_steps=4, start=None, **fields):
     with process_group(60):
         fields = {"reward_funcs": [len], "output_dir": str(folder), **fields}
-        log = RunLog(make_config(**fields), num_steps, start or {})
+        run = SimpleNamespace(on_step=[], processor=None)
+        rollouts = SimpleNamespace(num_steps=num_steps, noting_failure=nullcontext, run=run)
+        log = RunLog(make_config(**fields), start or {}, rollouts)
         yield log
         log.close()
 
@@ -60,10 +63,10 @@ def written(capsys, folder):
 def test_how_long_yet(tmp_path, capsys):
     """By hand, from steps and their evaluations: the last 50, and nothing of what comes before the first step."""
     with logging(tmp_path, 100, {"step": 2, "run_id": "a"}) as log:
-        log.step(2, {"time/eval_s": 1000.0})
-        log.step(3, {"time/step_s": 9.0, "time/eval_s": 3.0, **PACE})
+        log.step(2, {"time/eval_s": 1000.0}, Batch())
+        log.step(3, {"time/step_s": 9.0, "time/eval_s": 3.0, **PACE}, Batch())
         for step in range(4, 54):
-            log.step(step, {"time/step_s": 2.0, **PACE})
+            log.step(step, {"time/step_s": 2.0, **PACE}, Batch())
     lines = written(capsys, tmp_path)
     assert lines[0] == "step 2/100"
     assert lines[1] == f"step 3/100 · time/step_s 9 · 19:24 left · {LINE}"  # 97 of 12 s
@@ -140,8 +143,8 @@ def test_what_a_line_says(tmp_path, capsys):
         "rewards_failed": 2.0, "rewards/len": 0.75, "rewards/abs": 0.0, "reward": 0.375,
     }  # fmt: skip
     with logging(tmp_path) as log:
-        log.step(1, sets)
-        log.step(2, failed)
+        log.step(1, sets, Batch())
+        log.step(2, failed, Batch())
     assert written(capsys, tmp_path) == [
         "step 1/4 · eval/accuracy 0.25 · eval/reward 0.5 · eval/pass@2 0.9 · eval/pass@4 1"
         " · eval/easy/accuracy 0.375 · eval/hard/accuracy 0.0625 · eval/easy/reward 0.75"
@@ -338,5 +341,5 @@ def test_a_collapse_is_said_in_plain_words(tmp_path, capsys):
         with logging(tmp_path) as log:
             for step, reward in enumerate(rewards, 1):
                 entropy = 1.0 / 2**step if rewards is learns else 1.0
-                log.step(step, {"reward": reward, "entropy": entropy})
+                log.step(step, {"reward": reward, "entropy": entropy}, Batch())
         assert capsys.readouterr().out.count("has the policy collapsed?") == warned

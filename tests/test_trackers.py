@@ -23,7 +23,7 @@ def log_two_runs(folder, package):
     """Three steps, the last one by a run that goes on; returns the name that the tracker knows it by."""
     options = {f"use_{package}": True, "wandb_project": "mine", "log_completions_steps": 2}
     with logging(folder, **options) as log:
-        log.step(0, {"eval/reward": 0.25})
+        log.step(0, {"eval/reward": 0.25}, Batch())
         for step in (1, 2):
             log.step(step, TIMES | {"loss": float("nan")}, Batch([scored([0.0, 1.0])]))
         state = log.state()
@@ -108,7 +108,7 @@ def test_on_step_gets_what_is_on_the_disk(tmp_path):
     groups = [list(batch.groups) for batch in batches]
     first = {"eval/reward": 0.25}
     with logging(tmp_path, on_step=on_step) as log:
-        log.step(0, first)
+        log.step(0, first, Batch())
         for step, batch in enumerate(batches, 1):
             log.step(step, TIMES, batch)
         log.state()
@@ -133,7 +133,7 @@ def test_an_error_of_on_step_is_heard_of(tmp_path, last, heard_at):
     with at_the_end, logging(tmp_path, on_step=on_step) as log:
         for step in range(3):
             try:
-                log.step(step, {"loss": 0.5})
+                log.step(step, {"loss": 0.5}, Batch())
             except UserError as error:
                 heard.append((step, str(error)))
     assert [step for step, _ in heard][:1] == heard_at

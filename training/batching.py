@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from config import TrainConfig
 from prefix_attention import PackedBatch, num_packed_tokens, pack
@@ -40,12 +41,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
-        moved: dict[str, Any] = {
-            name: value.to(device)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor | PackedBatch)
-        }
-        moved["images"] = {name: value.to(device) for name, value in self.images.items()}
+        moved = tree_map_only((Tensor, PackedBatch), lambda value: value.to(device), vars(self))
         return replace(self, **moved)
 
 
@@ -121,12 +117,12 @@ class Dealer:
     def __init__(self, num_ranks: int, config: TrainConfig):
         self.config = config
         self.num_ranks = num_ranks
+        self.groups: list[Group] = []  # of the batch, dealt or not
         self.waiting: list[Group] = []  # not dealt yet
-        self.added: list[Group] = []  # since the last update, dealt or not
-        self._sizes: dict[Group, int] = {}  # in tokens, of those that came
+        self._num_tokens = 0  # of those that wait or are to be dealt next
 
-    def needs_more(self, groups: list[Group]) -> bool:
-        """True where the groups that came make less than a row for each rank.
+    def needs_more(self, group: Group) -> bool:
+        """Count a group that came; True where those not dealt make less than a row for each rank.
 
         With max_staleness 0, training while a batch arrives hides its sampling. The whole batch is
         awaited where that gains nothing, as rollouts run ahead (docs/asynchronous.md), and where it
@@ -135,12 +131,8 @@ class Dealer:
         config = self.config
         if config.max_staleness > 0 or config.updates_per_batch > 1 or config.advantages_need_batch:
             return True
-        num_tokens = 0
-        for group in self.waiting + groups:
-            if group not in self._sizes:
-                self._sizes[group] = num_packed_tokens([group.sequences], config.share_prefix)
-            num_tokens += self._sizes[group]
-        return num_tokens < self.num_ranks * config.max_tokens_per_gpu
+        self._num_tokens += num_packed_tokens([group.sequences], config.share_prefix)
+        return self._num_tokens < self.num_ranks * config.max_tokens_per_gpu
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:
         """Deal the groups that came: each rank's next micro-batches.
@@ -153,16 +145,17 @@ class Dealer:
         config = self.config
         of_ranks: list[list[MicroBatch]] = [[] for _ in range(self.num_ranks)]
         size = config.batch_size // config.num_minibatches
+        self.groups += groups
         for start in range(0, len(groups), size):
-            self.waiting += groups[start : start + size]
-            self.added += groups[start : start + size]
+            mini_batch = groups[start : start + size]
+            self.waiting += mini_batch
             dealt = self._next_rounds(is_complete)
             for rank, own in enumerate(of_ranks):
                 own += dealt[rank :: self.num_ranks]
             if is_complete:  # with several mini-batches, each of them ends with an update
-                of_batch = config.num_minibatches > 1 and config.divides_by_batch
-                update = num_trained(groups if of_batch else self.added, config)
-                self.added = []
+                if config.num_minibatches == 1 or config.divides_by_batch:
+                    mini_batch = self.groups
+                update = num_trained(mini_batch, config)
                 for own in of_ranks:  # the last round was whole: each has a row of the update
                     own[-1].update = update
         return of_ranks
@@ -188,11 +181,12 @@ class Dealer:
             num_dealt -= num_ranks
         left = found[num_dealt:]
         self.waiting = self.waiting[left[0].packed.group[0] :] if left else []
+        self._num_tokens = sum(each.packed.num_tokens for each in left)
         if not is_complete or not left:
             return found[:num_dealt]
 
         num_smaller = math.ceil(len(left) / num_ranks) * num_ranks
-        tokens_each = sum(each.packed.num_tokens for each in left) / num_smaller
+        tokens_each = self._num_tokens / num_smaller
         # So that no completion is cut by the smaller bound.
         longest = longest_completion(self.waiting, config)
         max_tokens = min(max(math.ceil(tokens_each), longest), config.max_tokens_per_gpu)

@@ -7,9 +7,8 @@ import json
 import math
 import uuid
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
@@ -52,31 +51,25 @@ class RunLog:
     Rank 0 writes, and calls `on_step`, in a thread of its own; the other ranks have an empty log.
     """
 
-    def __init__(
-        self, config: TrainConfig, num_steps: int, before: dict[str, Any],
-        noting_failure: Callable[[], AbstractContextManager[None]] = nullcontext, run: Any = None,
-    ):  # fmt: skip
+    def __init__(self, config: TrainConfig, before: dict[str, Any], rollouts: Any):
         """Cut what the files have behind `before`, the state that this run goes on from, or {}.
 
-        A step that cannot be written raises in `noting_failure`. With the `rollouts.run.Run`,
-        samples of a batch have their tokens, and its parts hear of each step.
+        The run's `rollouts` end it where a step cannot be written.
         """
         self.config = config
-        self.num_steps = num_steps
-        self._noting_failure = noting_failure
+        self.num_steps = rollouts.num_steps
+        self._noting_failure = rollouts.noting_failure
         self._recent_s = deque[float](maxlen=50)  # seconds of steps, with their evaluations
         self._trained: list[dict[str, float]] = []  # metrics, for `_warn_of_collapse`
         self._on_step: list[Any] = [config.on_step] if config.on_step else []
-        self._tokenizer = None
-        if run:
-            self._on_step += run.on_step
-            self._tokenizer = tokenizer_of(run.processor)
         self.run_id = before.get("run_id") or uuid.uuid4().hex
         parts = ExitStack()
         self.close = parts.close
         if not is_main():
             return
 
+        self._on_step += rollouts.run.on_step
+        self._tokenizer = tokenizer_of(rollouts.run.processor)
         folder = Path(config.output_dir)
         parts.callback(print, PAGE.format(folder))
         (folder / "run_id").write_text(self.run_id)
@@ -102,41 +95,34 @@ class RunLog:
         self._written: Future[None] = self._writer.submit(lambda: None)
         parts.callback(lambda: self._written.result())
 
-    def step(
-        self, step: int, metrics: dict[str, float], batch: Batch | None = None,
-        held_out: dict[str, list[Group]] | None = None,
-    ) -> None:  # fmt: skip
-        """Write one step.
+    def step(self, step: int, metrics: dict[str, float], batch: Batch) -> None:
+        """Write one step, if it has metrics.
 
         Args:
             step: its number, 0 before the first.
             metrics: of the step; those of its batch are added.
-            batch: what was trained and dropped.
-            held_out: groups of an evaluation, by the name of their data set.
+            batch: what was trained and dropped, and the evaluation after it.
         """
+        metrics = batch.metrics | metrics
         if not is_main() or not metrics:
             return
         with self._noting_failure():
-            if batch:
-                of_batch = batch_metrics(batch.groups, step - 1, self.config)
-                metrics = of_batch | batch.metrics | metrics
+            if batch.groups:
+                metrics = batch_metrics(batch.groups, step - 1, self.config) | metrics
                 metrics["time/train_s"] -= metrics["time/wait_s"]
-            batch = batch or Batch()
 
             self._written.result()  # raises the error of the step before, as of its `on_step`
-            self._written = self._writer.submit(self._write, step, metrics, batch, held_out or {})
+            self._written = self._writer.submit(self._write, step, metrics, batch)
             self._print(step, metrics)
             if step == 0:
                 self._written.result()  # ends a run before it trains
 
-    def _write(
-        self, step: int, metrics: dict[str, float], batch: Batch, held_out: dict[str, list[Group]]
-    ) -> None:
+    def _write(self, step: int, metrics: dict[str, float], batch: Batch) -> None:
         """Write a step's lines, with the images of their prompts; then call `on_step`."""
         folder = Path(self.config.output_dir)
         with naming(f"output_dir={folder} cannot be written"):
             logged = batch.groups[: self.config.logged_groups]
-            evaluated = list(chain.from_iterable(held_out.values()))
+            evaluated = list(chain.from_iterable(batch.held_out.values()))
             lines: dict[str, Any] = {
                 "metrics.jsonl": [metrics],
                 "completions.jsonl": batch_samples(logged, self.config, tokenizer=self._tokenizer),
