@@ -92,12 +92,7 @@ def options(argv: list[str]) -> Any:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(description=__doc__))
     parser.set_defaults(**DEFAULTS)
     if current_platform.is_cpu():
-        available = cpu_resource_utils.get_memory_node_info().available_memory
-        has_size = "--gpu-memory-utilization" in " ".join(argv).replace("_", "-")
-        cache_bytes: int | None = min(4 << 30, available // 8)  # the trainer has the rest
-        if has_size or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-            cache_bytes = None  # vLLM takes that
-        parser.set_defaults(**CPU_DEFAULTS, kv_cache_memory_bytes=cache_bytes)
+        parser.set_defaults(**CPU_DEFAULTS)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="the address to listen at")
     add("--port", type=int, default=8000)
@@ -125,6 +120,10 @@ def options(argv: list[str]) -> Any:
     if Path(args.model).is_dir():
         args.model = str(Path(args.model).resolve())  # which trainers compare
     if current_platform.is_cpu():
+        usual_share = parser.get_default("gpu_memory_utilization")
+        if args.gpu_memory_utilization == usual_share and not args.kv_cache_memory_bytes:
+            available = cpu_resource_utils.get_memory_node_info().available_memory
+            args.kv_cache_memory_bytes = min(4 << 30, available // 8)  # the trainer has the rest
         has_binding = bool(os.environ.get("VLLM_CPU_OMP_THREADS_BIND"))
         chosen = {
             "OMP_NUM_THREADS": str(max(1, torch_utils.available_cpu_count() // 2)),

@@ -257,6 +257,7 @@ CHOICES: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     ("--dtype=bfloat16 --max_num_seqs 7", {}, {"dtype": "bfloat16", "max_num_seqs": 7}),
     ("--no-enforce-eager", {}, {"enforce_eager": False, "TORCHDYNAMO_DISABLE": "0"}),
     ("--kv-cache-memory-bytes 3G", {}, {CACHE: 3 * GIB}),
+    ("--gpu_memory_utilization=0.3", {}, {CACHE: None}),  # vLLM makes it of that
     ("--config FILE", {}, {"dtype": "bfloat16", "block_size": 64}),
     ("", {"VLLM_CPU_OMP_THREADS_BIND": "0-3"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
     ("", dict.fromkeys(ENVIRONMENT, "7"), dict.fromkeys(ENVIRONMENT, "7")),
