@@ -121,7 +121,8 @@ def options(argv: list[str]) -> Any:
         args.model = str(Path(args.model).resolve())  # which trainers compare
     if current_platform.is_cpu():
         usual_share = parser.get_default("gpu_memory_utilization")
-        if args.gpu_memory_utilization == usual_share and not args.kv_cache_memory_bytes:
+        has_size = args.kv_cache_memory_bytes or args.gpu_memory_utilization != usual_share
+        if not has_size and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             available = cpu_resource_utils.get_memory_node_info().available_memory
             args.kv_cache_memory_bytes = min(4 << 30, available // 8)  # the trainer has the rest
         has_binding = bool(os.environ.get("VLLM_CPU_OMP_THREADS_BIND"))

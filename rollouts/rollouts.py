@@ -218,7 +218,7 @@ class Rollouts:
             add_to_history(self.history, ended)
 
         elapsed_s = time.monotonic() - self.clock_s
-        num_sampled = sum(sum(group.num_sampled) for group in ended)
+        num_sampled = self.stream.num_sampled_tokens - self.sampled_before
         batch.metrics |= {
             "num_tokens": self.num_tokens,
             "rewards_failed": len(self.run.scorer.failures.failed),
@@ -237,6 +237,7 @@ class Rollouts:
         self.clock_s = time.monotonic()
         self.waited_s = 0.0
         if is_main():
+            self.sampled_before = self.stream.num_sampled_tokens
             self.idle_before_s = self.pool.idle_seconds()
 
     def evaluate(self, step: int, batch: Batch) -> Batch:

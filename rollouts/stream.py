@@ -56,6 +56,7 @@ class GroupStream:
         self._num_batches = 0  # of the run, those whose groups have been given threads
         self._admitting = threading.Lock()  # a user's `choose` may be slow: rollouts go on
         self._changed = threading.Condition()  # guards all that follows
+        self.num_sampled_tokens = 0  # since the stream was made
         self._waiting = deque(waiting)  # chosen, and not yet admitted
         self._next_number = next_number
         self._queue: deque[Group] = deque()  # admitted, and neither taken nor dropped
@@ -95,6 +96,8 @@ class GroupStream:
                 group.why = str(error)
 
             with self._changed:
+                if group.dropped != "failed":
+                    self.num_sampled_tokens += sum(group.num_sampled)
                 if group.dropped:
                     self._queue.remove(group)
                     self.batch.dropped.append(group)

@@ -70,7 +70,7 @@ class RolloutServer:
         ]
         if args.metrics:
             routes.append(self._route("/metrics", self.metrics))
-        self.app = Starlette(routes=routes, max_body_size=MAX_BODY_BYTES)
+        self.app = Starlette(routes=routes)
 
     def _route(
         self, path: str, answer: Callable[[Any, Request], Awaitable[Response]], kind: Any = None
@@ -82,6 +82,11 @@ class RolloutServer:
             given = http.headers.get("authorization", "").encode()
             if api_token() and not hmac.compare_digest(given, token):
                 raise HTTPException(401, "no or a wrong token: set VLLM_API_KEY to the server's")
+            length = int(http.headers.get("content-length", 0))  # which uvicorn has checked
+            if "transfer-encoding" in http.headers or length > MAX_BODY_BYTES:
+                raise HTTPException(
+                    413, f"it takes {MAX_BODY_BYTES} bytes, and wants to know how many"
+                )
             try:
                 request = None
                 if kind:

@@ -51,6 +51,7 @@ def meets_another(folder):
     (folder / str(start)).touch()
     while len(os.listdir(folder)) < 2:
         time.sleep(0.01)
+    time.sleep(0.05)  # so that more than two would be seen
     return start, time.monotonic()
 
 

@@ -171,6 +171,9 @@ def test_what_the_engine_is_asked():
     assert one.output_kind == RequestOutputKind.FINAL_ONLY
 
 
+CHUNKED = {"Content-Length": None, "Transfer-Encoding": "chunked"}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "headers", "status"),
     [
@@ -183,6 +186,7 @@ def test_what_the_engine_is_asked():
         ("/sample", BODY, {"Content-Type": "text/plain"}, 400),
         ("/sample", BODY, {"Content-Type": "application/x-www-form-urlencoded"}, 400),
         ("/sample", BODY, {"Content-Length": MAX_BODY_BYTES + 1}, 413),
+        ("/sample", b"2\r\n{}\r\n0\r\n\r\n", CHUNKED, 413),
         ("/sample", b"", {"Content-Length": None}, 400),
         ("/sleep", {}, {}, 400),
         ("/update", {"weight_version": 7}, {}, 400),

@@ -258,6 +258,7 @@ CHOICES: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     ("--no-enforce-eager", {}, {"enforce_eager": False, "TORCHDYNAMO_DISABLE": "0"}),
     ("--kv-cache-memory-bytes 3G", {}, {CACHE: 3 * GIB}),
     ("--gpu_memory_utilization=0.3", {}, {CACHE: None}),  # vLLM makes it of that
+    ("", {"VLLM_CPU_KVCACHE_SPACE": "1"}, {CACHE: None}),
     ("--config FILE", {}, {"dtype": "bfloat16", "block_size": 64}),
     ("", {"VLLM_CPU_OMP_THREADS_BIND": "0-3"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
     ("", dict.fromkeys(ENVIRONMENT, "7"), dict.fromkeys(ENVIRONMENT, "7")),
