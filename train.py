@@ -227,7 +227,7 @@ def off_policy_weights(
         lengths = completion_sums(mask.to(log_weights.dtype), completion).clamp(min=1)
         log_weights = log_weights / lengths
 
-    weights = log_weights.exp()  # inf where a product overflows
+    weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()  # products exceed their factors' bound
     if not method.endswith("mask"):
         return weights.clamp(max=config.correction_cap)
     is_within = (weights >= config.correction_floor) & (weights <= config.correction_cap)

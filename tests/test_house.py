@@ -17,7 +17,7 @@ FLOORS = {  # of a file, or else of its room
 FILE_LINES, FUNCTION_LINES = 450, 60
 # A library that nobody must read, and fields that are their own documentation.
 FILE_LIMITS = {"prefix_attention": 1275, "config": 820}
-ALL_NODES = 33_565  # of the syntax tree, without annotations and docstrings
+ALL_NODES = 33_570  # of the syntax tree, without annotations and docstrings
 # The trainer's own files by their module's name: those at the top, and those in the rooms (see test_docs.test_layout).
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in CORE}
 
