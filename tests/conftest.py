@@ -100,6 +100,15 @@ def vlm_server(vlm, tmp_path_factory):
 
 
 @pytest.fixture
+def device():
+    """The device of a world of one rank, which lives as long as the test."""
+    from utils import process_group
+
+    with process_group(60) as device:
+        yield device
+
+
+@pytest.fixture
 def recipe(models, tmp_path):
     """Writes a short run against fake servers; returns its path."""
 

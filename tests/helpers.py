@@ -57,6 +57,14 @@ def far_from_uniform(model, factor=5):
     return model
 
 
+def moved_adapter(model):
+    """The model, with LoRA whose B is away from zero, so that A has a gradient, too."""
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.05)
+    return model
+
+
 def make_model(path, tied=True, layers=2, max_len=256, chat_template=None):
     """A random Qwen3 whose weights are large enough for its distributions to be far from uniform."""
     torch.manual_seed(0)
@@ -76,10 +84,10 @@ def table(rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def server(model, log, *options, **more):
+def server(model, log, *options, start=Forked, **more):
     """A real server for short sequences, quickly started."""
     short = ("--max-model-len", "128", "--max-num-seqs", "64")
-    return local_server(model, log, *short, *options, start=Forked, **more)
+    return local_server(model, log, *short, *options, start=start, **more)
 
 
 def on_ranks(num_ranks, folder, function, *arguments):
@@ -91,8 +99,7 @@ def on_ranks(num_ranks, folder, function, *arguments):
         f"from utils import exits\nfrom {module} import {name}\n"
         f"with exits():\n    {name}(*{[str(a) for a in arguments]!r})\n"
     )
-    done = on_forked_ranks(num_ranks, script)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    on_forked_ranks(num_ranks, script, status=0)
 
 
 @cache
@@ -103,10 +110,10 @@ def _forkserver():
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=ENV, text=True)
 
 
-def on_forked_ranks(num_ranks, *arguments, timeout_s=300, env=()):
+def on_forked_ranks(num_ranks, *arguments, status=None, timeout_s=300, env=()):
     """What torchrun does, without importing the libraries for each rank; returns the finished process with its output.
 
-    0 ranks are one process without torchrun's variables, as `python script.py`.
+    0 ranks are one process without torchrun's variables, as `python script.py`. A `status` is that of its end.
     """
     server = _forkserver()
     with TemporaryDirectory() as folder:
@@ -123,7 +130,9 @@ def on_forked_ranks(num_ranks, *arguments, timeout_s=300, env=()):
         server.kill()
         _forkserver.cache_clear()
         raise subprocess.TimeoutExpired(words, timeout_s, *said)
-    return subprocess.CompletedProcess(words, int(server.stdout.readline()), *said)
+    done = subprocess.CompletedProcess(words, int(server.stdout.readline()), *said)
+    assert status in (None, done.returncode), "".join(said)[-6000:]
+    return done
 
 
 RECIPE = """

@@ -64,8 +64,7 @@ def test_which_staleness_is_faster(slowdown, hidden_s):
 
 
 def test_a_run_without_servers(tmp_path):
-    done = on_forked_ranks(0, DOCTOR, write_recipe(tmp_path, "m"))
-    assert done.returncode == 1
+    done = on_forked_ranks(0, DOCTOR, write_recipe(tmp_path, "m"), status=1)
     assert re.fullmatch("error: vllm_urls names no server.*\n", done.stderr)
 
 
@@ -101,8 +100,7 @@ def files(folder):
 def test_each_figure_and_the_next_run(place, tmp_path):
     """The run in output_dir stays as it is, and the server takes the next trainer."""
     before = files(tmp_path / "run")
-    done = on_forked_ranks(0, DOCTOR, place)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = on_forked_ranks(0, DOCTOR, place, status=0)
     assert files(tmp_path / "run") == before
     table, _, advice = done.stdout.partition("over gloo\n")[2].partition("\n\n")
     for pattern, text in zip(LINES, table.splitlines(), strict=True):
@@ -112,16 +110,14 @@ def test_each_figure_and_the_next_run(place, tmp_path):
     assert 0 < float(re.findall(f"equal to ({NUMBER}),", table)[0]) < 1e-4
     assert "max_tokens_per_gpu" not in advice
     words = ["--max_steps", "1", "--output_dir", tmp_path / "next"]
-    next_run = on_forked_ranks(0, "train.py", place, *words)
-    assert next_run.returncode == 0, next_run.stdout + next_run.stderr
+    on_forked_ranks(0, "train.py", place, *words, status=0)
 
 
 def test_wrong_settings_on_two_ranks(place):
     """Each is named once, by rank 0."""
     wrong = "--reward_funcs always_one --use_peft true --max_tokens_per_gpu 64"
     wrong += " --max_completion_len 2 --temperature 0.5"
-    done = on_forked_ranks(2, DOCTOR, place, *wrong.split())
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = on_forked_ranks(2, DOCTOR, place, *wrong.split(), status=0)
     advice = done.stdout.partition("\n\n")[2]
     for text in ("rewards are all equal in 100% of groups: nothing to learn", "cuts"):
         assert advice.count(text) == 1

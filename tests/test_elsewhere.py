@@ -37,8 +37,7 @@ def test_what_a_name_of_elsewhere_is_told(name):
     """On the command line, below dots as verl has it, and in a recipe."""
     assert name not in FIELDS
     for words in ([f"--{name}", "1"], [f"--{name.replace('_', '-')}=x"]):
-        told = refused(parse_args, [*MUST, *words])
-        assert told == f"unknown field {name}: {HINTS[name]}"
+        assert refused(parse_args, [*MUST, *words]) == f"unknown field {name}: {HINTS[name]}"
     for given in (name, f"actor.optim.{name}"):
         assert refused(make, **{given: None}) == f"unknown field {given}: {HINTS[name]}"
 

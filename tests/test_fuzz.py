@@ -99,6 +99,5 @@ def test_replies(path, value, cut):
 
 @pytest.mark.parametrize("logprobs", [[-1.0, math.nan], [-math.inf, -1.0], [], [-1.0] * 3])
 def test_a_token_without_a_logprob_is_refused(logprobs):
-    message = MESSAGE | {"logprobs": array("f", logprobs).tobytes()}
     with pytest.raises(ValueError, match="log-?probs"):
-        parse(message)
+        parse(MESSAGE | {"logprobs": array("f", logprobs).tobytes()})

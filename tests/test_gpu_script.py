@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common import MODELS
 from benchmarks.steps import NUM_ROWS, flops, make_config, make_policy
-from utils import process_group
 
 PARTS = [
     "tests", "micro", "prefix-1.5B", "prefix-8B", "steps", "trees", "train", "ranks",
@@ -98,15 +97,14 @@ def test_flops_of_published_steps(model, num_tokens, adapters, seconds, mfu):
     assert abs(100 * count.theirs / seconds / 989e12 - mfu) < 0.06
 
 
-def test_flops_are_those_of_a_forward_and_backward():
+def test_flops_are_those_of_a_forward_and_backward(device):
     """Ours is what torch counts, but for the half of eager attention's products that causality throws away."""
     shape = MODELS["quick"]
-    with process_group(60) as device:
-        config = replace(make_config(False, "bf16"), gradient_checkpoint=False)
-        model = make_policy("quick", config, device)
-        model.set_attn_implementation("eager")
-        with FlopCounterMode(display=False) as counter:
-            model(torch.zeros(1, 64, dtype=torch.long)).logits.sum().backward()
+    config = replace(make_config(False, "bf16"), gradient_checkpoint=False)
+    model = make_policy("quick", config, device)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 64, dtype=torch.long)).logits.sum().backward()
     num_heads, head_dim = shape["num_attention_heads"], shape["head_dim"]
     unseen = 12 * shape["num_hidden_layers"] * num_heads * head_dim * 64 * 63 // 2
     of_angles = 64 * head_dim  # a product in transformers 5.17, which ours leaves out

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from helpers import on_ranks
+from helpers import moved_adapter, on_ranks
 from safetensors.torch import load_file
 from test_config import make
 from test_prefix_models import SIZES, break_gradients, plain_rows
@@ -83,13 +83,8 @@ def make_config(model, **fields):
 
 
 def with_adapter(model, config):
-    """A model, if asked for with LoRA whose B is away from zero, so that A has a gradient too."""
-    if config.use_peft:
-        model = add_lora(model, config)
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(weight, std=0.05)
-    return model
+    """A model, if asked for with LoRA."""
+    return moved_adapter(add_lora(model, config)) if config.use_peft else model
 
 
 def make_policy(config, device):
@@ -190,12 +185,6 @@ def plain_gradient(config, groups=None):
 def assert_same(got, expected):
     """fp32 sums of about 60 terms in another order, of size 0.01 to 1, read off weights of size 1."""
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=3e-6)
-
-
-@pytest.fixture(scope="module")
-def device():
-    with process_group(60) as device:
-        yield device
 
 
 # -- one step --------------------------------------------------------------------------------------
@@ -353,11 +342,8 @@ def test_training_waits_for_the_batch_where_it_must(fields):
     groups = make_groups()
     config = make_config("m", max_tokens_per_gpu=40, max_staleness=0)
     dealer = Dealer(1, config)
-    assert [dealer.needs_more(group) for group in groups[:3]] == [
-        True,
-        True,
-        False,
-    ]  # 35 tokens of two
+    needs = [dealer.needs_more(group) for group in groups[:3]]
+    assert needs == [True, True, False]  # 35 tokens of two
     dealer = Dealer(1, replace(config, **fields))
     assert all(dealer.needs_more(group) for group in groups)
 

@@ -33,7 +33,6 @@ from rollouts.scoring import Scorer
 from server.messages import About
 from train import grpo_loss, main
 from training.model import build_policy, build_reference, token_logprobs
-from utils import process_group
 from vllm_client import ServerError, State
 
 SAVE = ("--parts", "recipes.replay.save")
@@ -141,7 +140,7 @@ def test_held_out_sets_and_their_completions(fake, stand_in, recipe, tmp_path):
     assert "advantage" not in held_out[0]
 
 
-def test_a_held_out_set_is_named_in_what_is_wrong_with_it(models, fake, capsys):
+def test_a_held_out_set_is_named_in_what_is_wrong_with_it(models, fake, capsys, device):
     """A missing file, before any server is asked; and prompts without room."""
     long = [{"prompt": "1+1="}, {"prompt": "1" * 120}]
     sets: Any = {"easy": lambda: long[:1], "hard": lambda: long}
@@ -149,17 +148,15 @@ def test_a_held_out_set_is_named_in_what_is_wrong_with_it(models, fake, capsys):
         "model_id": models["untied"], "dataset_id": lambda: long, "reward_funcs": [lambda **_: []],
         "max_completion_len": 20, "num_epochs": 2.0,
     }  # fmt: skip
-    with process_group(60) as device:
-        for found, name in (("x.jsonl", ""), (sets | {"aime": "x.jsonl"}, " aime")):
-            message = rf"^eval_dataset_id{name}: dataset x\.jsonl: FileNotFoundError"
-            with pytest.raises(UserError, match=message):
-                Rollouts(make_config(eval_dataset_id=found, **fields), device)
-        capsys.readouterr()
-        config = make_config(eval_dataset_id=sets, vllm_urls=[fake.url], **fields)
-        Rollouts(config, device).close()
+    for found, name in (("x.jsonl", ""), (sets | {"aime": "x.jsonl"}, " aime")):
+        message = rf"^eval_dataset_id{name}: dataset x\.jsonl: FileNotFoundError"
+        with pytest.raises(UserError, match=message):
+            Rollouts(make_config(eval_dataset_id=found, **fields), device)
+    capsys.readouterr()
+    config = make_config(eval_dataset_id=sets, vllm_urls=[fake.url], **fields)
+    Rollouts(config, device).close()
     told = "left out 1 of 2 prompts, .* over 108 tokens, as row 1 of (.*): raise"
-    left_out = re.findall(told, capsys.readouterr().out)
-    assert left_out == ["dataset_id", "eval_dataset_id hard"]
+    assert re.findall(told, capsys.readouterr().out) == ["dataset_id", "eval_dataset_id hard"]
 
 
 # -- Every sync is proved ---------------------------------------------------------------------------------------------
@@ -256,7 +253,7 @@ def test_all_servers_are_probed_every_few_versions(fake, train_on, capsys, monke
     assert capsys.readouterr().out.count(told) == 1
 
 
-def test_a_server_that_was_lost_in_its_proof_is_not_admitted(monkeypatch):
+def test_a_server_that_was_lost_in_its_proof_is_not_admitted(monkeypatch, device):
     """It is back meanwhile, without the weights of version 4; the policy is nowhere."""
     one: Any = SimpleNamespace(url="http://a", state=State.SERVING, version=4)
     one.generate = lambda *_, **__: [Completion([5], [-1.0], "stop", 4)]
@@ -268,27 +265,25 @@ def test_a_server_that_was_lost_in_its_proof_is_not_admitted(monkeypatch):
     monkeypatch.setattr("rollouts.proofs.token_logprobs", no_difference)
     rollouts = SimpleNamespace(
         policy=SimpleNamespace(eval=lambda: None, modules=list), version=4, config=make_config(),
-        pool=SimpleNamespace(admit=pytest.fail, lose=pytest.fail), device=torch.device("cpu"),
+        pool=SimpleNamespace(admit=pytest.fail, lose=pytest.fail), device=device,
         probe_prompt=Prompt(0, [5], "", {}),
     )  # fmt: skip
-    with process_group(60):
-        prove(rollouts, [one])
+    prove(rollouts, [one])
 
 
 # -- A teacher --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fields", [{}, {"use_peft": True}], ids=str)
-def test_a_teacher_is_another_model_of_the_same_vocabulary(models, tmp_path, fields):
+def test_a_teacher_is_another_model_of_the_same_vocabulary(models, tmp_path, fields, device):
     """Its log-probs against its own plain forward, where the policy has an adapter, too."""
     teacher = make_model(tmp_path / "teacher", layers=3)
     groups = [([5, 6, 7], [[8, 9], [10, 11, 12]])]
     (row,) = pack(groups)
     common: Any = {"model_id": models["tied"], "reference_id": teacher, "beta": 0.1}
     config = make_config(**common, temperature=0.7, **fields)
-    with process_group(60) as device:
-        policy = attach(build_policy(config, device))
-        got = build_reference(policy, config, device)(row, {})
+    policy = attach(build_policy(config, device))
+    got = build_reference(policy, config, device)(row, {})
     plain = AutoModelForCausalLM.from_pretrained(teacher)
     torch.testing.assert_close(got, plain_rows(plain, groups, 0.7), rtol=0, atol=1e-5)
     assert not torch.allclose(token_logprobs(policy, row, {}, config), got, atol=0.1)
@@ -311,15 +306,14 @@ def test_a_teacher_of_another_vocabulary_is_refused(fake, models, recipe, tmp_pa
 
 
 @pytest.mark.server
-def test_a_reference_server_is_the_reference(models, tmp_path):
+def test_a_reference_server_is_the_reference(models, tmp_path, device):
     """A real one at another temperature than 1, against the reference within the trainer; it keeps its temperature."""
     first, second = (Completion([n, 10], [-1.0] * 2, "stop", 0) for n in (9, 11))
     group = Group(Prompt(0, [5, 6, 7, 8], "", {}))
     group.set_rollouts([first, [second, replace(second, prompt_ids=[5, 6, 9])]])
     config = make_config(model_id=models["tied"], beta=0.1, temperature=0.7)
     (row,) = pack([group.sequences])
-    with process_group(60) as device:
-        wanted = build_reference(attach(build_policy(config, device)), config, device)(row, {})
+    wanted = build_reference(attach(build_policy(config, device)), config, device)(row, {})
     with server(models["tied"], tmp_path / "log") as started:
         reference = ReferenceServer(started.wait(), temperature=0.7, timeout_s=60.0)
         for _ in range(2):  # a trainer that goes on tells it again
@@ -398,9 +392,8 @@ def test_what_a_reference_server_cannot_do(fake, recipe, vlm):
 
 def test_a_part_without_servers(recipe):
     """It gives the groups itself; a group that asks for a server ends the run."""
-    config = replace(parse_args([recipe()]), parts=[lambda run: None])
     with pytest.raises(ServerError, match="vllm_urls names no server, and a group asks for one"):
-        main(config)
+        main(replace(parse_args([recipe()]), parts=[lambda run: None]))
     with pytest.raises(UserError, match=r"parts takes functions f\(run\), or objects as Teacher"):
         make_config(parts=[Teacher], beta=0.1)
     with pytest.raises(UserError, match="Teacher needs the address of a server"):

@@ -253,8 +253,7 @@ def test_broken_rows_are_named(row, message):
 
 @pytest.mark.parametrize(("token", "image"), [("image_pad", None), ("video_pad", picture(0))])
 def test_placeholders_without_images_are_refused(vlm, token, image):
-    row = {"prompt": f"look: <|{token}|>", "image": image}
-    prompts = load(lambda: [*rows(), row])
+    prompts = load(lambda: [*rows(), {"prompt": f"look: <|{token}|>", "image": image}])
     processor, model_config = build_processor(), transformers.AutoConfig.from_pretrained(vlm)
     check_vocabulary(prompts[:-1], processor, model_config)
     message = f"row 4 of dataset_id: its token .*{token}.* stands for an image"
@@ -372,10 +371,9 @@ def assert_same(got, expected):
 
 @pytest.mark.parametrize("share_prefix", [True, False])
 @pytest.mark.parametrize("max_tokens", [10_000, 90, 50])
-def test_any_split_equals_plain_rows(vlm, max_tokens, share_prefix):
-    with process_group(60) as device:
-        config = make_config(vlm, max_tokens_per_gpu=max_tokens, share_prefix=share_prefix)
-        got, _ = trained_difference(config, device)
+def test_any_split_equals_plain_rows(vlm, max_tokens, share_prefix, device):
+    config = make_config(vlm, max_tokens_per_gpu=max_tokens, share_prefix=share_prefix)
+    got, _ = trained_difference(config, device)
     assert any(".visual." in name and difference.any() for name, difference in got.items())
     assert_same(got, plain_gradient(vlm))
 
@@ -411,10 +409,9 @@ HALVES = [{"bf16": True}, {"use_fsdp": True, "fsdp_bf16": True}, {"dtype": "bflo
 
 
 @pytest.mark.parametrize("fields", HALVES, ids=str)
-def test_half_precision_keeps_the_direction(vlm, fields):
+def test_half_precision_keeps_the_direction(vlm, fields, device):
     """To bf16's 3 digits: cosine 0.999 with the gradients of plain fp32 rows, over all weights and over the tower's."""
-    with process_group(60) as device:
-        got, _ = trained_difference(make_config(vlm, gradient_checkpoint=True, **fields), device)
+    got, _ = trained_difference(make_config(vlm, gradient_checkpoint=True, **fields), device)
     expected = plain_gradient(vlm)
     for part in ("", ".visual."):
         names = [name for name in expected if part in name]
@@ -444,34 +441,32 @@ def test_mixed_batches_on_two_ranks(vlm, tmp_path, family):
         assert_same(got, plain_gradient(model))
 
 
-def test_a_model_that_must_be_compared(vlm, monkeypatch, capsys):
+def test_a_model_that_must_be_compared(vlm, monkeypatch, capsys, device):
     """Policy and reference of a type that the tests do not cover share prefixes if their images are exact."""
     monkeypatch.setattr(prefix_attention, "VISION", frozenset())
     config, groups = make_config(vlm, beta=0.1), make_groups(vlm)
     (micro,) = micro_batches(groups, 10_000, config)
     seen = []
-    with process_group(60) as device:
-        policy = build_policy(config, device, groups[0].prompt)
-        assert share_prefixes(policy, config, groups[0].prompt).share_prefix
-        policy.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-        logprobs = token_logprobs(policy, micro.packed, micro.images, config)
-        assert seen == [4 * 64]  # patches of the images of three prompts, not of six completions
-        reference = build_reference(policy, config, device, groups[0].prompt)
-        assert reference
-        assert torch.equal(reference(micro.packed, micro.images), logprobs)
-        odd = lambda base, row, *_: row.position_ids
-        monkeypatch.setattr(prefix_attention, "_rope_positions", odd)
-        assert not share_prefixes(policy, config, groups[0].prompt).share_prefix
+    policy = build_policy(config, device, groups[0].prompt)
+    assert share_prefixes(policy, config, groups[0].prompt).share_prefix
+    policy.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    logprobs = token_logprobs(policy, micro.packed, micro.images, config)
+    assert seen == [4 * 64]  # patches of the images of three prompts, not of six completions
+    reference = build_reference(policy, config, device, groups[0].prompt)
+    assert reference
+    assert torch.equal(reference(micro.packed, micro.images), logprobs)
+    odd = lambda base, row, *_: row.position_ids
+    monkeypatch.setattr(prefix_attention, "_rope_positions", odd)
+    assert not share_prefixes(policy, config, groups[0].prompt).share_prefix
     assert "share_prefix is off" in capsys.readouterr().out
 
 
-def test_frozen_parts(vlm):
+def test_frozen_parts(vlm, device):
     """What trains, in the tower and beside it; the projector is its `merger`."""
     example = make_groups(vlm)[0].prompt
 
     def trained(example=example, **fields):
-        with process_group(60) as device:
-            policy = build_policy(make_config(vlm, **fields), device, example)
+        policy = build_policy(make_config(vlm, **fields), device, example)
         names = {name for name, weight in policy.named_parameters() if weight.requires_grad}
         return {name for name in names if ".visual." in name}, names
 
@@ -682,13 +677,11 @@ def test_what_no_server_or_policy_takes_is_refused(vlm, vlm_server):
 def test_the_tiny_vlm_learns(tmp_path):
     """About four minutes: recipes/tiny_vlm.py, from what it was taught to 20 points more: runs differ, 30 to 42."""
     build(tmp_path, seed=0)
-    options = ("--max-num-seqs", "256")
-    with server(str(tmp_path / "model"), tmp_path / "log", *options) as started:
+    with server(str(tmp_path / "model"), tmp_path / "log", "--max-num-seqs", "256") as started:
         places = {"model_id": tmp_path / "model", "output_dir": tmp_path / "run"}
         words = flags(**places, vllm_urls=started.wait())
         recipe = ROOT / "recipes" / "tiny_vlm.py"
-        done = on_forked_ranks(1, ROOT / "train.py", recipe, *words, timeout_s=2400)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        on_forked_ranks(1, ROOT / "train.py", recipe, *words, status=0, timeout_s=2400)
     evaluated = [row for row in read(tmp_path, "metrics") if "eval/accuracy" in row]
     before, after = (evaluated[place]["eval/accuracy"] for place in (0, -1))
     assert before <= 0.5

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from config import UserError
 from training.loading import add_lora
 from training.model import build_policy, build_reference, load_model
-from utils import process_group
 
 HEAD = "lm_head.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -55,10 +54,7 @@ def edit(file, **fields):
 
 BIAS = "model.layers.0.self_attn.q_proj.bias"
 FAULTS = {
-    "a layer's mlp": (
-        without("model.layers.1.mlp."),
-        f"missing: {DOWN}, .*gate_.*, .*up_proj.weight$",
-    ),
+    "an mlp": (without("model.layers.1.mlp."), f"missing: {DOWN}, .*gate_.*, .*up_proj.weight$"),
     "the head": (without(HEAD), rf"missing: {HEAD}$"),
     "a prefix": (within_a_module, rf"\d+ missing: {HEAD}, .*; \d+ unknown .*: module.{HEAD}, "),
     "a shape": (cut_off, rf"of another shape: {DOWN}$"),
@@ -66,23 +62,22 @@ FAULTS = {
 }
 
 
-def assert_refused(broken, whole, message):
+def assert_refused(broken, whole, message, device):
     """As the policy, as the checkpoint of a run that goes on, and as the reference."""
     refused = lambda: pytest.raises(UserError, match=f"the weights of {broken} .*{message}")
     with refused():
         load_model(make_config(broken))
     with refused():
         load_model(make_config(whole), Path(broken))
-    config = make_config(whole, beta=0.1, reference_id=broken)
-    with refused(), process_group(60) as device:
-        build_reference(None, config, device)
+    with refused():
+        build_reference(None, make_config(whole, beta=0.1, reference_id=broken), device)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_weights_that_are_not_the_models(models, tmp_path, fault):
+def test_weights_that_are_not_the_models(models, tmp_path, device, fault):
     change, message = FAULTS[fault]
     broken = changed(models["untied"], tmp_path / "broken", change)
-    assert_refused(broken, models["untied"], message)
+    assert_refused(broken, models["untied"], message, device)
 
 
 def test_what_is_not_missing_and_what_is_no_weight(models, tmp_path):
@@ -94,15 +89,14 @@ def test_what_is_not_missing_and_what_is_no_weight(models, tmp_path):
     load_model(make_config(changed(models["tied"], tmp_path / "old", more)))
 
 
-def test_a_tied_head_of_its_own_values(models, tmp_path):
+def test_a_tied_head_of_its_own_values(models, tmp_path, device):
     """As a merge of adapters may leave it: transformers unties it, vLLM does not."""
     broken = changed(models["tied"], tmp_path / "broken", head_beside(lambda w: 1.01 * w))
     message = rf"tied in config.json, with other values .*: {HEAD}$"
-    assert_refused(broken, models["tied"], message)
-    with process_group(60) as device:
-        for fields in ({"use_peft": True}, {"use_fsdp": True}, {"dtype": "bfloat16"}):
-            with pytest.raises(UserError, match=message):
-                build_policy(make_config(broken, **fields), device)
+    assert_refused(broken, models["tied"], message, device)
+    for fields in ({"use_peft": True}, {"use_fsdp": True}, {"dtype": "bfloat16"}):
+        with pytest.raises(UserError, match=message):
+            build_policy(make_config(broken, **fields), device)
 
     edit(Path(broken) / "config.json", tie_word_embeddings=False)  # as the message says
     head = load_model(make_config(broken)).lm_head.weight

@@ -5,14 +5,13 @@ import importlib
 import json
 import threading
 import time
-from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from test_rewards import called
 
 from recipes import judge
-from rollouts.workers import CallPool
 
 pytest.importorskip("openai")
 
@@ -77,9 +76,7 @@ def endpoint(tmp_path, monkeypatch):
 
 def judged(function, texts, **columns):
     """What a worker process returns, as a run calls it."""
-    arguments = {"prompts": ["post"] * len(texts), "completions": texts, **columns}
-    with closing(CallPool(1)) as pool:
-        return pool.call(function, arguments, timeout_s=60)
+    return called(function, 60, prompts=["post"] * len(texts), completions=texts, **columns)
 
 
 def test_grades(endpoint):

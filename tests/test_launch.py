@@ -352,8 +352,7 @@ def job(my_recipe, tmp_path, *words):
     done = finished(*LAUNCH, my_recipe, "--slurm", path, *words)
     assert done.stdout == f"sbatch {path}\n", done.stderr
     write_program(folder / "srun", SRUN)
-    nodes = "#!/bin/sh\nprintf 'localhost\\n127.0.0.1\\n127.0.0.2\\n'\n"
-    write_program(folder / "scontrol", nodes)
+    write_program(folder / "scontrol", "#!/bin/sh\nprintf 'localhost\\n127.0.0.1\\n127.0.0.2\\n'\n")
     while (port := launch.free_port()) >= 30_000:  # the job's number is at most 20,000 below
         pass
     env = {

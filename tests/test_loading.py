@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import vision_models
-from helpers import on_ranks
+from helpers import moved_adapter, on_ranks
 from test_gradients import (
     ADVANTAGES,
     assert_same,
@@ -21,7 +21,7 @@ from test_gradients import (
 )
 from test_prefix_models import FAMILIES
 from test_prefix_models import make_model as make_family
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -113,20 +113,16 @@ def reference_logprobs(reference, config):
     return reference(row, {})
 
 
-def test_adapters_and_reference(models, tmp_path):
+def test_adapters_and_reference(models, tmp_path, device):
     config = make_config(models["tied"], use_peft=True, lora_rank=4)
     torch.manual_seed(7)
     fresh = state_of(add_lora(load_model(config), config))
-    trained = add_lora(load_model(config), config)
-    for name, weight in trained.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(weight)
+    trained = moved_adapter(add_lora(load_model(config), config))
     adapter = tmp_path / "adapter"
     trained.save_pretrained(adapter)
     config = make_config(models["tied"], beta=0.1)
-    with process_group(60) as device:
-        reference = build_reference(build_policy(config, device), config, device)
-        expected = reference_logprobs(reference, config)
+    reference = build_reference(build_policy(config, device), config, device)
+    expected = reference_logprobs(reference, config)
     out = tmp_path / "out"
     on_ranks(2, tmp_path, "test_loading.adapters_on_ranks", out, models["tied"], adapter)
     for rank in (0, 1):

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import far_from_uniform
-from test_gradients import device, make_config
+from helpers import far_from_uniform, moved_adapter
+from test_gradients import make_config
 from test_prefix_models import SIZES
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM
 from config import UserError
 from prefix_attention import evaluating
 from training.model import build_policy, build_reference, recompute_layers, share_prefixes
-
-__all__ = ["device"]
 
 IDS = torch.arange(5, 25)[None]
 SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -43,11 +41,7 @@ def save(family, folder):
 def build(path, device, **fields):
     """A policy, an adapter away from zero."""
     torch.manual_seed(1)
-    policy = build_policy(make_config(path, **fields), device)
-    for name, weight in policy.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(weight, std=0.05)
-    return policy
+    return moved_adapter(build_policy(make_config(path, **fields), device))
 
 
 def gradients(logits, model):

@@ -388,8 +388,7 @@ def test_agents_of_coroutines(scripted):
         answers = await asyncio.gather(ask(), ask())
         return {"said": [answer.choices[0].message.content for answer in answers]}
 
-    segments = check(scripted, agent, ["five", "five"], 2)
-    assert segments[-1].info["said"] == ["five", "five"]
+    assert check(scripted, agent, ["five", "five"], 2)[-1].info["said"] == ["five", "five"]
 
 
 @pytest.mark.parametrize(

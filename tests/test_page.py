@@ -47,12 +47,8 @@ def visit(chromium):
         page = context.new_page()
 
         def look_at(request):
-            is_itself = request.url.split("#")[0] == address.split("#")[0]
-            if (
-                not is_itself
-                and not request.url.startswith("data:")
-                and not request.url.endswith("/state")
-            ):
+            is_itself = request.url.split("#")[0] in (address.split("#")[0], f"{address}state")
+            if not is_itself and not request.url.startswith("data:"):
                 complaints.append(request.url)
 
         page.on("pageerror", lambda error: complaints.append(str(error)))

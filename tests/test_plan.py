@@ -175,9 +175,8 @@ def test_a_server_takes_its_part():
 
 def test_vision_models_are_refused(vlm):
     """Their towers are not counted."""
-    config = TrainConfig(model_id=vlm, dataset_id=list, reward_funcs=[exact_match])
     with pytest.raises(UserError, match="has a vision tower"):
-        Variants(config)
+        Variants(TrainConfig(model_id=vlm, dataset_id=list, reward_funcs=[exact_match]))
 
 
 def test_the_command_line(models, tmp_path, monkeypatch, capsys):

@@ -247,10 +247,9 @@ def test_arguments_that_do_not_fit(share_prefix):
 # -- verification ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "factor", [0, torch.nan]
-)  # a comparison of largest differences lets NaN by
+@pytest.mark.parametrize("factor", [0, torch.nan])
 def test_verification_notices_wrong_gradients(factor, monkeypatch):
+    """A comparison of largest differences would let NaN by."""
     break_gradients(monkeypatch, factor)
     with pytest.raises(ValueError, match="gradients differ from plain rows"):
         attach(make_model("Llama"))

@@ -42,8 +42,7 @@ def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(tmp
     fine = [(r"so \boxed{4}", "4"), (r"\boxed{x+4}", "x+4"), (r"\boxed{5}", "4")]
     texts, answers = zip(*hostile, *fine, strict=True)
     arguments = {"prompts": answers, "completions": texts, "answer": answers}
-    values = called(math_answer, 40, **arguments)
-    assert values == [0.0] * len(hostile) + [1.0, 1.0, 0.0]
+    assert called(math_answer, 40, **arguments) == [0.0] * len(hostile) + [1.0, 1.0, 0.0]
     assert not (tmp_path / "run").exists()
 
 
@@ -151,8 +150,7 @@ def test_format():
 def test_length_penalties():
     """By hand: DAPO's equation 13 with 100 of 300 tokens as the cushion; the cosine at its start, middle and end."""
     ids = [[0] * length for length in (0, 200, 250, 300, 400)]
-    soft = length_penalty(300, cushion=100)
-    assert called(soft, 20, completion_ids=ids) == [0, 0, -0.5, -1, -1]
+    assert called(length_penalty(300, cushion=100), 20, completion_ids=ids) == [0, 0, -0.5, -1, -1]
     scaled = length_penalty(200, verifier=exact_match)
     lengths = [[0] * length for length in (0, 100, 200, 0, 100, 199, 500)]
     arguments = {"completion_ids": lengths, "completions": [*"aaabbbb"], "answer": ["a"] * 7}

@@ -241,8 +241,7 @@ def test_what_is_left_is_aborted(end):
             wait_until(lambda: engine.queues)
             time.sleep(0.1)
         if end == "the engine fails":
-            error = RuntimeError("it is\nbroken")
-            engine.loop.call_soon_threadsafe(engine.queues[0].put, error)
+            engine.loop.call_soon_threadsafe(engine.queues[0].put, RuntimeError("it is\nbroken"))
             with pytest.raises((HTTPException, ConnectionError)):
                 answer(connection)
         else:

@@ -17,7 +17,6 @@ from rollouts.images import Images
 from train import main
 from training.batching import Dealer, micro_batches
 from training.metrics import batch_metrics
-from utils import process_group
 
 
 def turns(g, c):
@@ -68,23 +67,21 @@ FORGETS = [completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)]
     {"off_policy_correction": "truncate"}, {"off_policy_correction": "sequence"}, {"old_logprobs": "sampler"},
     {"old_logprobs": "sampler", "importance_level": "sequence", "epsilon": 0.9, "epsilon_high": 50.0},
 ], ids=str)  # fmt: skip
-def test_turns_may_be_segments(models, fields):
+def test_turns_may_be_segments(models, fields, device):
     for max_tokens in (10_000, 40):
         config = make_config(models["tied"], batch_size=2, max_tokens_per_gpu=max_tokens, **fields)
-        with process_group(60) as device:
-            expected = trained_difference(config, device, make_groups("joined"))
-            assert_same(trained_difference(config, device, make_groups("segments")), expected)
+        expected = trained_difference(config, device, make_groups("joined"))
+        assert_same(trained_difference(config, device, make_groups("segments")), expected)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
 @pytest.mark.parametrize("max_tokens", [10_000, 30])
-def test_rewritten_histories(models, loss_type, max_tokens):
+def test_rewritten_histories(models, loss_type, max_tokens, device):
     """Against one plain row per segment: each sampled token once, the means over rollouts."""
     fields = {"loss_type": loss_type, "max_tokens_per_gpu": max_tokens}
     config = make_config(models["tied"], batch_size=2, **fields)
     groups = make_groups("rewritten")
-    with process_group(60) as device:
-        assert_same(trained_difference(config, device, groups), plain_gradient(config, groups))
+    assert_same(trained_difference(config, device, groups), plain_gradient(config, groups))
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])

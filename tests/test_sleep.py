@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_server import FakeServer
 from forked import Forked, serve
-from helpers import printed_until, request_times, wait_until
+from helpers import printed_until, request_times, server, wait_until
 from msgspec.structs import replace
 from safetensors.torch import load_file
 from test_adapters import LORA, lora_config
@@ -20,7 +20,6 @@ from test_resume import assert_identical
 from test_server import PROMPT, check_an_update_in_flight, connected, disturb, make_config, mismatch
 
 import train
-from benchmarks.local_server import local_server
 from rollouts import servers
 from rollouts.servers import ServerPool
 from training.batching import Dealer
@@ -72,9 +71,7 @@ def test_an_update_wakes_a_server(models, tmp_path, options, make):
 
     A trainer that died while it slept leaves it usable, and awake it takes updates as any server.
     """
-    short = ("--max-model-len", "128", "--max-num-seqs", "64")
-    log = tmp_path / "log"
-    with local_server(models["untied"], log, *short, *options, start=Sleeper) as started:
+    with server(models["untied"], tmp_path / "log", *options, start=Sleeper) as started:
         config = make(models["untied"], started.wait(), max_staleness=0, max_completion_len=100)
         for _ in range(2):
             with connected(config) as (rollouts, policy):
@@ -112,8 +109,7 @@ def test_a_run_sleeps_while_it_trains(stand_in, train_on, tmp_path, monkeypatch,
         calls = [name for name, _ in log if name in ("/sample", "/sleep", "/update")]
         before_naps = [calls[at - 1] for at, name in enumerate(calls) if name == "/sleep"]
         assert before_naps == ["/sample"] * 3 * can_sleep
-    others = [name for name in calls if name != "/sample"]
-    assert others == ["/update", *["/sleep", "/update"] * 3]
+    assert [name for name in calls if name != "/sample"] == ["/update", *["/sleep", "/update"] * 3]
     assert_identical(*weights)
 
 

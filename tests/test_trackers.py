@@ -87,9 +87,8 @@ NEEDED |= {"adam_8bit": "torchao", "base_4bit": "bitsandbytes"}
 def test_a_missing_package_is_named_at_once(monkeypatch, field, package):
     """Before servers are waited for, ten minutes long, and weights are loaded."""
     monkeypatch.setitem(sys.modules, package, None)
-    config = make(server_timeout=600.0, use_peft=field == "base_4bit", **{field: True})
     with pytest.raises(UserError, match=f"^{field} needs {package}: pip install {package}"):
-        main(config)
+        main(make(server_timeout=600.0, use_peft=field == "base_4bit", **{field: True}))
     check_packages(make())
 
 
