@@ -371,4 +371,4 @@ def _in_a_line(error: BaseException | None) -> str:
     """The cause of a failed save or load, of any rank; empty where there is no error."""
     if error is None:
         return ""
-    return (str(error) or repr(error)).strip().splitlines()[-1]
+    return (str(error).strip() or repr(error)).splitlines()[-1]
